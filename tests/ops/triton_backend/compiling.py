@@ -23,10 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire import ops
-from quire.ops.triton import cache, linear, quantised, recurrent, sampling, scan, small, states, tiles
+from quire.ops.triton import cache, linear, quantised, recurrent, sampling, scan, sections, small, states, tiles
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
-from quire.ops.triton.packed import PackedWeight, has_sums
+from quire.ops.triton.packed import PackedWeight, has_sums, is_whole
 from quire.ops.triton.tiles import CHUNK, Kind, choose, pairs_of, precision
 from quire.ops.weights.quantised import PARTS, QuantisedWeight
 
@@ -37,8 +37,11 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16|integers \S+ (128x64|32x16)")  # whose instructions are of interest
+# Kernels whose instructions are of interest.
+COUNTED = re.compile(r"attend \w+ \d+ bf16|linear \d+ bf16.*|integers \S+ (128x64|32x16)")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
+# What a launch of a product lacks: it has one sum of all inputs, sums of sections in a program, or a program for each.
+LAUNCHES = {"": ("sums", "section"), " in sections": ("sums",), " divided": ()}
 SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset", "dt_low", "dt_high", "beta_scale", "floor")
 UNALIGNED = (
     *SCALARS,
@@ -60,6 +63,7 @@ class Kernel:
     pointers: dict[str, str]
     constants: dict[str, object]
     options: dict[str, object]
+    aligned: tuple[str, ...] = ()  # of UNALIGNED, arguments that are multiples of 16 here
 
 
 @dataclass
@@ -221,15 +225,26 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     yield Kernel("logsumexp", sampling.logsumexp_row, types, {"TILE": 4096}, {"num_warps": 16})
     tiles = [linear.FEW_ON_HOPPER if chip == "sm90" else linear.FEW_ROWS, linear.MANY_ROWS]
     if chip == "sm90":
-        tile = linear.MANY_ON_HOPPER
-        types = pointers("bf16", "bias", "out")
-        types["x"], types["weight"] = (f"tensordesc<bf16[{n}, {tile.depth}]>" for n in (tile.rows, tile.columns))
-        yield Kernel(f"linear {tile.rows} bf16", linear.described_tile, types, *linear_options(tile))
+        for tile in (linear.MANY_ON_HOPPER, linear.IN_SECTIONS_ON_HOPPER):
+            types = pointers("bf16", "bias", "out")
+            types["x"], types["weight"] = (f"tensordesc<bf16[{n}, {tile.depth}]>" for n in (tile.rows, tile.columns))
+            constants, options = linear_options(tile)
+            whole = tile is linear.MANY_ON_HOPPER
+            label = f"linear {tile.rows} bf16" + ("" if whole else " copied in sections")
+            constants |= {"section": None} if whole else {}
+            yield Kernel(label, linear.described_tile, types, constants, options)
     for dtype, depth in (("bf16", None), ("fp32", linear.FP32_DEPTH)):
         for tile in tiles:
             types = pointers(dtype, "x", "weight", "bias", "out")
-            options = linear_options(replace(tile, depth=depth or tile.depth))
-            yield Kernel(f"linear {tile.rows} {dtype}", linear.linear_tile, types, *options)
+            constants, options = linear_options(replace(tile, depth=depth or tile.depth))
+            for kind, lacks in LAUNCHES.items():
+                made = constants | dict.fromkeys(lacks)
+                label = f"linear {tile.rows} {dtype}{kind}"
+                yield Kernel(label, linear.linear_tile, types | {"sums": "fp32"}, made, options, ("size",))
+    for product, scaled in (("linear", ("x_scales", "scales")), ("integers", ())):
+        types = pointers("fp32", "sums", "x_scales", "scales", "bias") | {"out": "bf16"}
+        constants = {"COLUMNS": sections.COLUMNS, **dict.fromkeys(scaled)}
+        yield Kernel(f"add_sections {product}", sections.add_sections, types, constants, {"enable_fp_fusion": False})
     yield from integer_kernels(chip)
 
 
@@ -279,14 +294,11 @@ def integer_kernels(chip: str) -> Iterator[Kernel]:
             options = quantised.options(kind, tile, on_amd)
             label = f"integers {name} {tile.outputs}x{tile.rows}"
             label += " wide" * (tile in (quantised.FEW_OF_WIDE, quantised.SOME_OF_WIDE))
-            yield Kernel(label, quantised.multiply_tile, pointers, constants | {"sums": None}, options)
-            if tile in (quantised.FEW_ROWS, quantised.SOME_ROWS) and kind.minimums is None and not on_amd:
-                types = pointers | {"sums": "i32"}
-                yield Kernel(f"{label} divided", quantised.multiply_tile, types, constants | {"AHEAD": 0}, options)
-        if kind.minimums is None and not on_amd:
-            types = {"sums": "i32", "scales": parts["scales"], "bias": "fp32", "x_scales": "fp32", "out": "bf16"}
-            finishing = quantised.finishing_constants(kind)
-            yield Kernel(f"finish {name}", quantised.finish_sums, types, finishing, {"enable_fp_fusion": False})
+            types = pointers | {"sums": "i32" if is_whole(kind) else "fp32"}
+            for launch, lacks in LAUNCHES.items():
+                if not launch or not (on_amd or (is_whole(kind) and "sums" in lacks)):
+                    made = constants | dict.fromkeys(lacks)
+                    yield Kernel(label + launch, quantised.multiply_tile, types, made, options)
         pointers = {"x": "bf16", "values": "i8", "scales": "fp32", "sums": "i32", "order": "i64"}
         constants = dict(quantised.rounding_constants(kind))
         if weight.order is None:
@@ -343,7 +355,8 @@ def compiled(kernel: Kernel, chip: str) -> Compiled:
     signature = {name: "constexpr" if name in kernel.constants else types.get(name, "i32") for name in names}
     aligned = [
         i for i, name in enumerate(names)
-        if name not in kernel.constants and (name not in UNALIGNED or signature[name].startswith("*"))
+        if name not in kernel.constants
+        and (name not in UNALIGNED or name in kernel.aligned or signature[name].startswith("*"))
     ]  # fmt: skip
     source = ASTSource(
         fn=kernel.function,

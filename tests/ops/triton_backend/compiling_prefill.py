@@ -42,11 +42,14 @@ class Compiled:
         return compile_only
 
 
-def compiled(head_dim: int, dtype: torch.dtype = torch.bfloat16, block_size: int = 16) -> dict[str, object]:
+def compiled(
+    head_dim: int, window: int | None, dtype: torch.dtype = torch.bfloat16, block_size: int = 16
+) -> dict[str, object]:
     """Compile one tile by the backend's own launch, and return what the compiler made of it."""
     spec = ops.AttentionSpec(
-        num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=block_size, num_blocks=64, dtype=dtype
-    )
+        num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=block_size, num_blocks=64, dtype=dtype,
+        window=window,
+    )  # fmt: skip
     tile = hopper.TILES[head_dim]
     plan = TritonPlan(spec, 256, 4, 16, tile)
     memory = torch.zeros(64, 2, 8, block_size, head_dim, dtype=dtype)
@@ -59,10 +62,10 @@ def compiled(head_dim: int, dtype: torch.dtype = torch.bfloat16, block_size: int
     registers, spills = _nvidia(cubin)
     products = 2 * head_dim // 16 if head_dim == 128 else head_dim // 16 + 8  # of a tile of 128 keys: QK, then PV
     of_a_tile = [loop for loop in loops(code) if loop["HGMMA"] == products]
-    # A group has a loop with masks and one without, which has fewer instructions.
+    # A group has a loop with masks, two with a window, and one without, which has fewer instructions.
     of_a_tile = sorted(of_a_tile, key=lambda loop: loop["instructions"])[: tile.groups]
     return {
-        "D": head_dim, "GROUPS": tile.groups, "registers": registers, "spills": spills,
+        "D": head_dim, "window": window, "GROUPS": tile.groups, "registers": registers, "spills": spills,
         "shared": launched.made.metadata.shared, "products": len(re.findall("HGMMA", code)),
         "copies": len(re.findall("UTMALDG", code)), "loops": of_a_tile,
     }  # fmt: skip
@@ -89,5 +92,6 @@ def loops(code: str) -> list[dict[str, int]]:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(DRIVER)
-    for head_dim in hopper.TILES:
-        print(json.dumps(compiled(head_dim)), flush=True)
+    for tile_dim in hopper.TILES:
+        for keys in (None, 1000):
+            print(json.dumps(compiled(tile_dim, keys)), flush=True)

@@ -28,7 +28,7 @@ class Emulator:
     def launch(
         self, programs, k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, tables, sinks,
         reports, num_items, num_heads, num_blocks, turns, q_token, q_head, out_token, out_head, scale,
-        G, B, D, N, GROUPS, STAGES, CAUSAL, REGISTERS, COPY_REGISTERS, num_warps, maxnreg,
+        window, G, B, D, N, GROUPS, STAGES, CAUSAL, REGISTERS, COPY_REGISTERS, num_warps, maxnreg,
     ) -> None:  # fmt: skip
         assert (q_token, q_head, out_token, out_head) == (*q.stride()[:2], *out.stride()[:2])
         assert k_desc.block_shape == v_desc.block_shape == [1, 1, min(B, N), 64]
@@ -40,7 +40,7 @@ class Emulator:
         self.items = items[: num_items * 8].view(-1, 8).tolist()
         self.rows, self.positions = rows.view(-1, 2), positions
         self.k, self.v, self.tables, self.q = k_desc.base, v_desc.base, tables, q
-        self.G, self.B, self.N, self.scale, self.causal = G, B, N, scale, CAUSAL
+        self.G, self.B, self.N, self.scale, self.causal, self.window = G, B, N, scale, CAUSAL, window
         heads = num_heads * G
         mixes, sums = (x.view(-1, heads, n) if x.numel() > 1 else None for x, n in ((part_mix, D), (part_sums, 2)))
         visited: Counter[tuple[int, int]] = Counter()
@@ -75,13 +75,13 @@ class Emulator:
         assert visited == Counter((i, head) for i in range(num_items) for head in range(num_heads))
         self.launches.append({"items": self.items, "D": D, "GROUPS": GROUPS, "turns": turns, "programs": programs})
 
-    def tile(self, base: Tensor, table: int, head: int, first: int, hi: int) -> Tensor:
-        """Copy the keys or values of a tile, fp32 [N, D]: of each piece of a block, or zeros beyond hi."""
+    def tile(self, base: Tensor, table: int, head: int, first: int, lo: int, hi: int) -> Tensor:
+        """Copy the keys or values of a tile, fp32 [N, D]: of each piece of a block, or zeros outside lo..hi."""
         piece = min(self.B, self.N)
         found = torch.zeros(self.N, base.shape[3])
         for p in range(self.N // piece):
             key = first + p * piece
-            if key < hi:
+            if key < hi and key + piece > lo:
                 block = int(self.tables[table + key // self.B])
                 slot = first % self.B if self.B > self.N else 0
                 found[p * piece : (p + 1) * piece] = base[block, head, slot : slot + piece].float()
@@ -91,30 +91,38 @@ class Emulator:
         """Compute a warp group's rows: its tokens, their parts, sums of weighted values, largest scores, weights."""
         table, first_row, count, lo, hi, free_lo, free_hi, _ = item
         G, N, dtype = self.G, self.N, self.q.dtype
-        assert lo % N == 0
-        assert free_lo == lo or free_hi <= lo
+        begin = lo // N * N
+        assert begin == lo or self.window is not None
+        assert free_lo == lo or free_hi <= lo or self.window is not None
         per_group = 64 // G
         count = max(0, min(count - group * per_group, per_group))
         entries = self.rows[first_row + group * per_group :][:count]
         tokens, parts = entries[:, 0].tolist(), entries[:, 1].tolist()
         q = self.q[tokens, head * G : head * G + G].flatten(0, 1).float()
-        limit = torch.full((len(q),), hi)
+        start, limit = torch.full((len(q),), begin), torch.full((len(q),), hi)
+        position = self.positions[tokens].repeat_interleave(G)
         if self.causal:
-            limit = limit.minimum(self.positions[tokens].repeat_interleave(G) + 1)
+            limit = limit.minimum(position + 1)
+        if self.window is not None:
+            start = position - self.window + 1
         mix = torch.zeros(len(q), self.q.shape[2])
         top, total = torch.full((len(q),), -torch.inf), torch.zeros(len(q))
-        tiles = max(1, -(-(hi - lo) // N))
-        seen_by_all = max(0, (free_hi - lo) // N)
+        tiles = max(1, -(-(hi - begin) // N))
+        free = range(-(-(free_lo - begin) // N), (free_hi - begin) // N)
         piece = min(self.B, self.N)
         for t in range(tiles - 1, -1, -1):
-            first = lo + t * N
-            k, v = (self.tile(x, table, head, first, hi) for x in (self.k, self.v))
+            first = begin + t * N
+            k, v = (self.tile(x, table, head, first, lo, hi) for x in (self.k, self.v))
             if t == tiles - 1 and hi % piece:
                 at = hi % N // piece * piece
                 v[at + hi % piece : at + piece] = 0
+            if t == 0 and lo % piece:
+                at = lo % N // piece * piece
+                v[at : at + lo % piece] = 0
             s = q @ k.T
-            if t == tiles - 1 or t >= seen_by_all:
-                s = torch.where(torch.arange(N)[None] < (limit - first)[:, None], s, -torch.inf)
+            if t == tiles - 1 or t not in free:
+                key = first + torch.arange(N)[None]
+                s = torch.where((key >= start[:, None]) & (key < limit[:, None]), s, -torch.inf)
             largest = torch.maximum(top, s.amax(1).nan_to_num(-torch.inf, torch.inf, -torch.inf))
             shift = torch.where(largest == -torch.inf, 0.0, largest * self.scale)
             weight, factor = torch.exp2(s * self.scale - shift[:, None]), torch.exp2(top * self.scale - shift)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadStride, QuireError, Unsupported
+from quire.ops.triton import linear as module
 from quire.ops.triton.linear import (
     FEW_ON_HOPPER,
     FEW_ROWS,
@@ -14,6 +15,7 @@ from quire.ops.triton.linear import (
     DescribedLinear,
     LinearTile,
     TiledLinear,
+    TiledLinears,
     describable,
     linear,
 )
@@ -59,6 +61,30 @@ def test_a_row_does_not_depend_on_the_others(tile, dtype):
         assert torch.equal(linear(x[begin:end], weight, bias, tile), together[begin:end])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sections_that_are_divided_among_programs_or_not(monkeypatch, dtype):
+    """The last of three sections is smaller. A row has the same bits alone and among many, in every kind of launch."""
+    monkeypatch.setattr(module, "DIVIDES", True)
+    monkeypatch.setattr(module, "rows_are_independent", lambda *linears: True)  # it is compared here
+    launched, add = [], module.launch_add_sections
+    monkeypatch.setattr(module, "launch_add_sections", lambda *sums: launched.append(len(sums[0])) or add(*sums))
+    x, weight, bias = draw(70, 700, dtype), draw(40, 700, dtype, seed=1), draw(1, 40, dtype, seed=2)[0]
+    product = TiledLinears().linear(weight, bias)
+    few = product.few
+    assert few.section == 256
+    together = few(x)
+    for begin, end in ((0, 1), (3, 20)):
+        assert torch.equal(few(x[begin:end]), together[begin:end])
+    assert launched == [3, 3, 3]
+    assert torch.equal(linear(x, weight, bias, few.tile, few.section), together)
+    assert torch.equal(product.many(x), together)
+    x64, weight64 = x.cpu().double(), weight.cpu().double()
+    terms = x64.abs() @ weight64.abs().T + bias.cpu().double().abs()
+    want = x64 @ weight64.T + bias.cpu().double()
+    rounding = 0.51 * torch.finfo(dtype).eps * want.abs()
+    check_close("linear", together.cpu().double(), want, rounding + 16 * torch.finfo(torch.float32).eps * terms)
+
+
 needs_descriptions = pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper"
 )
@@ -67,14 +93,17 @@ needs_descriptions = pytest.mark.skipif(
 @pytest.mark.slow
 @needs_descriptions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size", "columns"), [(1, 8, 8), (300, 72, 136), (257, 64, 130), (3, 200, 5)])
-def test_tiles_that_the_hardware_copies_have_the_same_bits(dtype, rows, size, columns):
+@pytest.mark.parametrize(
+    ("rows", "size", "columns", "section"),
+    [(1, 8, 8, 0), (300, 72, 136, 0), (257, 64, 130, 0), (3, 200, 5, 0), (257, 520, 130, 128)],
+)
+def test_tiles_that_the_hardware_copies_have_the_same_bits(dtype, rows, size, columns, section):
     """Also of an x that it cannot copy, which then takes the other kernel, and of none."""
     weight, bias = draw(columns, size, dtype, seed=1).contiguous(), draw(1, columns, dtype, seed=2)[0]
     for x in (draw(rows, size, dtype), draw(rows, size + 1, dtype)[:, 1:], draw(rows, size, dtype)[:0]):
         for b in (bias, None):
-            got = DescribedLinear(weight, b, TiledLinear(weight, b, FEW_ON_HOPPER))(x)
-            assert torch.equal(got, linear(x, weight, b, FEW_ROWS if describable(x) else FEW_ON_HOPPER))
+            got = DescribedLinear(weight, b, TiledLinear(weight, b, FEW_ON_HOPPER, section))(x)
+            assert torch.equal(got, linear(x, weight, b, FEW_ROWS if describable(x) else FEW_ON_HOPPER, section))
     assert describable(weight)
     assert not describable(draw(rows, size + 1, dtype)[:, 1:])
     assert not describable(draw(rows, size, torch.float32))

@@ -61,19 +61,26 @@ def check(got: Tensor, want: Tensor) -> None:
 @pytest.fixture(autouse=True)
 def _unproved(monkeypatch):
     """What a load compares is compared here, on more."""
-    monkeypatch.setattr(quantised, "is_right", lambda weight, divided=False: True)
+    monkeypatch.setattr(quantised, "is_right", lambda weight: True)
 
 
-@pytest.mark.parametrize(("kind", "rows"), spread(2, [k for k in ALL if k not in ("Q4_1", "Q4_K", "Q5_K")], (1, 4)))
-def test_inputs_that_are_divided_among_programs(monkeypatch, kind, rows):
-    """The sums of all shares, the last of which is smaller, have the bits of the specification."""
+@pytest.mark.parametrize("kind", spread(2, ALL))
+def test_sections_that_are_divided_among_programs_or_not(monkeypatch, kind):
+    """The last section is smaller. One row and many have the same bits, those of the definition."""
     monkeypatch.setattr(quantised, "DIVIDES", True)
-    weight = weight_of(kind, 40, 3_000 if kind in KINDS else 2_816)
-    x, bias = rows_of(rows, weight), bias_of(40, torch.bfloat16)
-    share = quantised.share_of(weight)
-    assert 0 < share < 3_000
-    got = IntegerLinear(PackedWeight.of(weight), bias.float(), torch.bfloat16, quantised.tiles_of(weight), share)(x)
-    check(got, QuantisedLinear(weight, bias, torch.bfloat16)(x))
+    weight, launched = weight_of(kind, 40, 3_000 if kind in KINDS else 2_816), []
+    add = quantised.launch_add_sections
+    monkeypatch.setattr(quantised, "launch_add_sections", lambda *sums: launched.append(len(sums[0])) or add(*sums))
+    x, bias = rows_of(18, weight), bias_of(40, torch.bfloat16)
+    linear = IntegerLinears().linear(weight, bias)
+    assert linear.section == 1_024
+    together = linear(x)
+    check(linear(x[3:4]), together[3:4])
+    whole = integer_linear(x, linear.weight, bias.float(), torch.bfloat16, SOME_ROWS, linear.section)
+    check(whole, together)
+    assert launched == [3, 3]
+    section = 0 if kind.endswith("-rows") else linear.section
+    check(together, QuantisedLinear(weight, bias, torch.bfloat16, section)(x))
 
 
 # What each tile computes: sizes that are multiples of no tile, and more than one turn of the kernel's loop.
@@ -146,14 +153,14 @@ def test_what_is_compared(kind):
     scales = weight.scales.clone()
     scales[0, 0] = torch.nan
     assert IS_RIGHT(weight.derived(scales=scales))  # both make NaN of it
-    wrong = IntegerLinear.__call__
+    wrong = integer_linear
 
-    def off_by_one_output(self, x):
-        out = wrong(self, x)
+    def off_by_one_output(x, *rest):
+        out = wrong(x, *rest)
         return out.roll(1, 1) if len(x) > 64 else out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IntegerLinear, "__call__", off_by_one_output)
+        patch.setattr(quantised, "integer_linear", off_by_one_output)
         assert not IS_RIGHT(weight)
 
 

@@ -22,10 +22,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from quire import LLM, SamplingParams
 from quire.ops.collectives import DeviceCommunicator
-from quire.ops.triton import quantised, tiles
-from quire.ops.triton.linear import LinearTile, TiledLinear
-from quire.ops.triton.packed import PackedWeight
+from quire.ops.triton import linear, quantised, tiles
+from quire.ops.triton.linear import LinearTile
 from quire.ops.triton.tiles import Tile
+from quire.ops.weights.linear import Linear
 from quire.ops.weights.quantised import quantised as rounded
 from quire_bench.gpu.attention import DECODE, NARROW, PREFILL, paged, sized
 from quire_bench.gpu.common import Bench, Call, Contestant, race
@@ -108,34 +108,46 @@ def narrow_caches(bench: Bench) -> Figures:
 
 
 def few_outputs(bench: Bench) -> Figures:
-    """Products of 14,336 inputs and 4,096 outputs, whole and divided, over torch's in bf16; whether bits agree."""
-    size, outputs = (1024, 48) if bench.settings.tiny else (14336, 4096)
+    """Products of few rows and outputs, whole and in sections that programs divide; reproducible ones for each tile."""
+    return _products(bench, (14336, 4096), (32, 1), FEW)
+
+
+def sections(bench: Bench) -> Figures:
+    """The same with many outputs or rows, whose sections no programs divide: what sections cost."""
+    return _products(bench, (4096, 28672), (2048, 32, 1), ())
+
+
+def _products(
+    bench: Bench, shape: tuple[int, int], counts: tuple[int, ...], reproducible: tuple[LinearTile, ...]
+) -> Figures:
+    """Products over torch's in bf16, whole and in sections, and whether a row has the bits of the largest count."""
+    size, outputs = (1024, 48) if bench.settings.tiny else shape
     copies = 1 if bench.settings.tiny else -(-CACHED // (size * outputs // 2))
     weight = torch.randn(outputs, size, device=bench.device).bfloat16()
+    turns = [weight.clone() for _ in range(-(-copies // 4))]
+    made: dict[str, list[Linear]] = {}
+    for kind, in_sections in (("whole", False), ("in sections", True)):
+        with _set(quantised, "DIVIDES", in_sections), _set(linear, "DIVIDES", in_sections):
+            own = linear.TiledLinears()
+            for name, bits_, group in (("int8", 8, size), ("int4", 4, 128)):
+                packed = rounded(weight, bits_, group, torch.bfloat16)
+                made[f"{name}, {kind}"] = [own.linear(packed) for _ in range(copies)]
+            made[f"reproducible, {kind}"] = [own.linear(w) for w in turns]
     found: Figures = {}
-    for rows in (1, 32):
-        x = torch.randn(rows, size, device=bench.device).bfloat16()
-        turns = [weight.clone() for _ in range(-(-copies // 4))]
-        contestants = {"bf16": Contestant(_turns([partial(torch.nn.functional.linear, x, w) for w in turns]))}
-        for name, bits_, group in (("int8", 8, size), ("int4", 4, 128)):
-            packed = [PackedWeight.of(rounded(weight, bits_, group, torch.bfloat16)) for _ in range(copies)]
-            results = []
-            for divided in (False, True):
-                with _set(quantised, "DIVIDES", divided):
-                    share = quantised.share_of(packed[0])
-                linears = [
-                    quantised.IntegerLinear(one, None, torch.bfloat16, quantised.tiles_of(one), share) for one in packed
-                ]
-                results.append(linears[0](x))
-                calls = [partial(linear, x) for linear in linears]
-                contestants[f"{name}, {'divided' if divided else 'whole'}"] = Contestant(_turns(calls))
-            found[f"{name}, {rows} rows, same bits"] = torch.equal(*results)
-        for tile in FEW:
-            tiled = [partial(TiledLinear(w, None, tile), x) for w in turns]
-            contestants[f"reproducible, {tile}"] = Contestant(_turns(tiled))
+    x = torch.randn(counts[0], size, device=bench.device).bfloat16()
+    together = {name: linears[0](x) for name, linears in made.items()}
+    for rows in counts:
+        some = x[:rows]
+        calls: dict[str, list[Call]] = {"bf16": [partial(torch.nn.functional.linear, some, w) for w in turns]}
+        for name, linears in made.items():
+            calls[name] = [partial(one, some) for one in linears]
+            found[f"{name}, {rows} rows, same bits"] = torch.equal(linears[0](some), together[name][:rows])
+        for tile in reproducible:
+            calls[f"reproducible, {tile}"] = [partial(linear.TiledLinear(w, None, tile), some) for w in turns]
+        contestants = {name: Contestant(_turns(some_calls)) for name, some_calls in calls.items()}
         seconds = race(bench, f"{rows} x {size} x {outputs}", contestants, rounds=2)
         found |= {f"{name}, {rows} rows": seconds[name] / seconds["bf16"] for name in seconds}
-        bench.forget()
+    bench.forget()
     return found
 
 
@@ -192,5 +204,5 @@ def _turns(calls: Sequence[Call]) -> Callable[[], Call]:
 
 
 ROWS: dict[str, Callable[[Bench], Figures]] = {
-    one.__name__: one for one in (bits, reproducible, narrow_caches, few_outputs, captured_exchange, ranks)
+    one.__name__: one for one in (bits, reproducible, narrow_caches, few_outputs, sections, captured_exchange, ranks)
 }

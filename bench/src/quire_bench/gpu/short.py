@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,8 @@ from quire_bench.kernels.attention import Shape
 ROOT = Path(__file__).parents[4]
 BLOCK_SIZES = (1, 4, 8, 16, 32, 128, 256)
 CHECKED = ((64, 8), (64, 16), (64, 256), (128, 16), (128, 32), (128, 128))  # head dimensions and block sizes
+MASKS: dict[str, dict[str, Any]] = {"": {}, ", not causal": {"causal": False}, ", window of 200": {"window": 200}}
+WINDOW = 1024  # keys, of a prompt that is timed
 MOST_ERROR, MOST_LSE_ERROR = 0.03, 2e-3  # of bf16 rows of size 1, and of their LSE
 DOWN = (14336, 4096)  # inputs and outputs of the product with the fewest outputs
 
@@ -84,10 +87,10 @@ def exact(bench: Bench) -> None:
     """Stage: prompts against float64 over a cache in which what no sequence owns is NaN; the same bits each time."""
     for who, own in with_hopper(bench).items():
         for head_dim, block_size in CHECKED[: 1 if bench.settings.tiny else None]:
-            for causal in (True, False):
-                case = f"D {head_dim}, blocks of {block_size}" + ("" if causal else ", not causal")
+            for name, fields in MASKS.items():
+                case = f"D {head_dim}, blocks of {block_size}{name}"
                 try:
-                    error, lse_error, same = _errors(own, head_dim, block_size, causal)
+                    error, lse_error, same = _errors(own, head_dim, block_size, fields)
                 except Exception as raised:
                     own.failed(case, who, raised)
                     continue
@@ -96,7 +99,7 @@ def exact(bench: Bench) -> None:
             own.forget()
 
 
-def _errors(bench: Bench, head_dim: int, block_size: int, causal: bool) -> tuple[float, float, bool]:
+def _errors(bench: Bench, head_dim: int, block_size: int, fields: dict[str, Any]) -> tuple[float, float, bool]:
     """The largest errors of the rows and of their LSE (NaN counts as infinite), and whether bits repeat."""
     lens = [1, 37, 300, 129, 40] if bench.settings.tiny else [1, 37, 130, 300, 2500, 129, 128, 4096, 300, 777]
     rows = [1, 5, 40, 129, 7] if bench.settings.tiny else [1, 5, 130, 64, 300, 33, 128, 2048, 300, 96]
@@ -115,7 +118,7 @@ def _errors(bench: Bench, head_dim: int, block_size: int, causal: bool) -> tuple
         memory[block, :, :, slot] = held[-1]
     spec = bench.spec(
         num_heads=heads * group, num_kv_heads=heads, head_dim=head_dim, block_size=block_size, num_blocks=shape[0],
-        dtype=torch.bfloat16, causal=causal,
+        dtype=torch.bfloat16, **fields,
     )  # fmt: skip
     starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     plan = bench.backend.plan(spec, starts, torch.tensor(lens, dtype=torch.int32), tables)
@@ -132,9 +135,9 @@ def _errors(bench: Bench, head_dim: int, block_size: int, causal: bool) -> tuple
         at = slice(int(starts[s]), int(starts[s + 1]))
         k, v = own.double().repeat_interleave(group, 2).unbind(1)
         score = torch.einsum("thd,khd->htk", q[at].double(), k) * spec.default_scale
-        if causal:
-            position = torch.arange(n - rows[s], n, device=device)
-            score.masked_fill_(torch.arange(n, device=device)[None] > position[:, None], -torch.inf)
+        if spec.causal:
+            before = torch.arange(n - rows[s], n, device=device)[:, None] - torch.arange(n, device=device)
+            score.masked_fill_((before < 0) | (before >= (spec.window or n)), -torch.inf)
         wanted = torch.einsum("htk,khd->thd", score.softmax(-1), v), score.logsumexp(-1).T
         for i, (found, want) in enumerate(zip((out[at], lse[at]), wanted, strict=True)):
             away = (found.double() - want).abs().nan_to_num(torch.inf, torch.inf).max()
@@ -143,7 +146,7 @@ def _errors(bench: Bench, head_dim: int, block_size: int, causal: bool) -> tuple
 
 
 def prompts(bench: Bench) -> None:
-    """Stage: causal prompts, beside the reproducible plan and FlashAttention 3."""
+    """Stage: causal prompts, beside the reproducible plan and FlashAttention 3, and with a window."""
     for case in ("8 x 4096 D128", "8 x 4096 D64"):
         shape = sized(bench, PREFILL[case])
         work = float(shape.operations)
@@ -152,6 +155,10 @@ def prompts(bench: Bench) -> None:
             contestants[who] = ours(own, shape, work, "TFLOP/s")
         contestants |= _others(bench, shape, work, "TFLOP/s")
         race(bench, case, contestants, "product", rounds=3, shape=shape.name)
+        bench.forget()
+        # Rates of the operations without a window, to compare with those above.
+        windowed = {who: ours(own, shape, work, "TFLOP/s", window=WINDOW) for who, own in with_hopper(bench).items()}
+        race(bench, f"{case}, window of {WINDOW}", windowed, rounds=2, shape=shape.name)
         bench.forget()
 
 
@@ -235,7 +242,7 @@ def _decided(name: str, bench: Bench) -> None:
     bench.row(name, "quire", figures=figures, **counted)
 
 
-DECIDED = ("bits", "reproducible", "narrow_caches", "few_outputs", "captured_exchange", "ranks")
+DECIDED = ("bits", "reproducible", "narrow_caches", "few_outputs", "sections", "captured_exchange", "ranks")
 STAGES: dict[str, Stage] = {
     "suite": Stage(suite, 55, beside=True),
     "exact": Stage(exact, 30, compiles=True),

@@ -82,7 +82,6 @@ def plan_reason(spec: AttentionSpec) -> str | None:
             spec.head_dim not in TILES or spec.dim_v != spec.head_dim
         ),
         f"blocks have {spec.block_size} tokens; it copies blocks of {BLOCK_SIZES}": spec.block_size not in BLOCK_SIZES,
-        f"there is a window of {spec.window}": spec.window is not None,
         f"{spec.group_size} heads share a KV head; a warp group has {GROUP_ROWS} rows": spec.group_size > GROUP_ROWS,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
@@ -147,6 +146,7 @@ def _prefill(call: Call, items: Tensor, count: int, tile: Tile, reports: Tensor 
         *call.q.stride()[:2],
         *call.out.stride()[:2],
         LOG2_E * scale,
+        spec.window,
         G=spec.group_size,
         B=spec.block_size,
         D=spec.head_dim,

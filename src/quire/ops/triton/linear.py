@@ -1,8 +1,9 @@
 """A batch-invariant linear layer, with one order of summation for every number of rows.
 
-An element of the result is one sum over the inputs, in fp32, in ascending steps of the tile's depth: never split over
-programs, never summed by atomics. So a row's bits do not depend on the number of rows. They also do not depend on the
-shape of the tile, provided that the hardware multiplies both shapes in the same steps; callers verify this first.
+An element of the result is one sum over the inputs, in fp32, in ascending steps of the tile's depth, or one of each
+section in this way, see `sections`; never are sums added by atomics. So a row's bits do not depend on the number of
+rows. They also do not depend on the shape of the tile, provided that the hardware multiplies both shapes in the same
+steps; callers verify this first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from quire.errors import BadShape, BadStride
 from quire.ops.checks.tensors import check_beside, check_tensor
 from quire.ops.triton.launch import check_dtype, on_device_of
 from quire.ops.triton.quantised import IntegerLinears
-from quire.ops.triton.tiles import chip_of
+from quire.ops.triton.sections import divides, launch_add_sections, section_of, sums_of
+from quire.ops.triton.tiles import chip_of, processors_of
 from quire.ops.weights.linear import Linear, LinearWeight, rows_are_independent
 
 
@@ -33,6 +35,11 @@ class LinearTile:
     warps: int
     stages: int
 
+    @property
+    def resident(self) -> int:
+        """Programs that run on one processor at a time, limited by the shared memory for 16-bit numbers."""
+        return max(1, SHARED // (2 * self.stages * self.depth * (self.rows + self.columns)))
+
 
 # By chip, as named by `tiles.chip_of`; Hopper's were the fastest of those measured on an H100. The matrix instructions
 # for many rows need at least 64.
@@ -40,6 +47,10 @@ FEW_ROWS = LinearTile(64, 32, 64, 4, 5)
 MANY_ROWS = LinearTile(128, 128, 64, 8, 3)
 FEW_ON_HOPPER = LinearTile(64, 64, 128, 4, 5)
 MANY_ON_HOPPER = LinearTile(256, 128, 64, 8, 4)  # of `described_tile`
+IN_SECTIONS_ON_HOPPER = LinearTile(128, 128, 64, 8, 4)  # the same with sections: there are registers for two sums
+SHARED = 160 * 2**10  # bytes of a processor's shared memory that tiles take
+DIVIDES = False  # whether inputs are summed in sections; not timed on a GPU yet, see docs/gpu.md
+DEEPEST = 128  # inputs: sections are whole steps of every tile
 FP32_DEPTH = 16  # a larger depth would exceed the registers
 
 SMALL = 256  # rows: up to this number the product takes as long as reading the weight
@@ -76,10 +87,14 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_tile(
-    x, weight, bias, out, num_rows, num_columns, size, x_row, weight_row,
+    x, weight, bias, out, sums, num_rows, num_columns, size, section, x_row, weight_row,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of x @ weight.T + bias."""
+    """Compute one tile of x @ weight.T + bias.
+
+    section: inputs of a section, see `sections`; None: all. sums: fp32 [sections, num_rows, num_columns], where sums of
+    sections are stored, each by a program of the grid's second dimension; None: one program has all sections.
+    """
     first_row, first_column = _first(num_rows, num_columns, ROWS, COLUMNS)
     x += first_row.to(tl.int64) * x_row
     weight += first_column.to(tl.int64) * weight_row
@@ -91,28 +106,52 @@ def linear_tile(
     has_row = first_row + row < num_rows
     has_column = first_column + column < num_columns
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, size, DEPTH):
-        held = first + k < size
+    whole = tl.zeros([ROWS, COLUMNS], tl.float32)  # of the sections before
+    begin, end = 0, size
+    if sums is not None:
+        begin = tl.program_id(1) * section
+        end = tl.minimum(begin + section, size)
+        x_tile += begin
+        weight_tile += begin
+    for first in range(begin, end, DEPTH):
+        held = first + k < end
         a = tl.load(x_tile, mask=has_row[:, None] & held[None, :], other=0.0)
         b = tl.load(weight_tile, mask=held[:, None] & has_column[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         x_tile += DEPTH
         weight_tile += DEPTH
+        if section is not None and sums is None:  # noqa: SIM102 - decided when it is compiled
+            if (first + DEPTH) % section == 0:  # no inner loop: it would empty the pipeline that loads weights
+                whole += total
+                total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if sums is not None:
+        out = sums + tl.program_id(1).to(tl.int64) * num_rows * num_columns
+    elif section is not None:
+        total += whole
     _finish(total, bias, out, first_row, first_column, num_rows, num_columns, BIAS, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def described_tile(
-    x, weight, bias, out, num_rows, num_columns, size,
+    x, weight, bias, out, num_rows, num_columns, size, section,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile like `linear_tile`, from tensor descriptors of x and weight. Elements outside are read as 0."""
     first_row, first_column = _first(num_rows, num_columns, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, size, DEPTH):
-        a = x.load([first_row, first])
-        b = weight.load([first_column, first])
-        total = tl.dot(a, b.T, total, input_precision="ieee")
+    if section is None:
+        for first in range(0, size, DEPTH):
+            a = x.load([first_row, first])
+            b = weight.load([first_column, first])
+            total = tl.dot(a, b.T, total, input_precision="ieee")
+    else:
+        for begin in range(0, size, section):
+            of_section = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for first in range(begin, tl.minimum(begin + section, size), DEPTH):
+                a = x.load([first_row, first])
+                b = weight.load([first_column, first])
+                of_section = tl.dot(a, b.T, of_section, input_precision="ieee")
+            total += of_section
     _finish(total, bias, out, first_row, first_column, num_rows, num_columns, BIAS, ROWS, COLUMNS)
 
 
@@ -121,8 +160,13 @@ def linear(
     weight: Tensor,  # [out, in], of the dtype of x
     bias: Tensor | None,  # [out]
     tile: LinearTile,
+    section: int = 0,
+    divided: bool = False,
 ) -> Tensor:
     """Compute x @ weight.T + bias in tiles of one shape: [T, out]. A row's bits depend on the row alone.
+
+    section: the inputs of a section, a multiple of DEEPEST; 0: all. divided: each section of a tile has a program,
+    which does not affect the result.
 
     Raises BadShape, BadDtype, BadStride, BadValue or Unsupported.
     """
@@ -131,28 +175,34 @@ def linear(
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if out.numel():
         with on_device_of(x):
-            linear_tile[_grid(x, weight, tile)](
+            count = triton.cdiv(size, section) if section and divided else 1
+            sums = sums_of(count, out) if count > 1 else None
+            linear_tile[(_tiles(x, weight, tile), count)](
                 x,
                 weight,
                 x if bias is None else bias.contiguous(),
                 out,
+                sums,
                 rows,
                 columns,
                 size,
+                section or None,
                 x.stride(0),
                 weight.stride(0),
-                bias is not None,
+                bias is not None and sums is None,
                 tile.rows,
                 tile.columns,
                 FP32_DEPTH if x.dtype is torch.float32 else tile.depth,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
+            if sums is not None:
+                launch_add_sections(sums, None, None, None if bias is None else bias.contiguous(), out)
     return out
 
 
-def _grid(x: Tensor, weight: Tensor, tile: LinearTile) -> tuple[int]:
-    return (triton.cdiv(len(x), tile.rows) * triton.cdiv(len(weight), tile.columns),)
+def _tiles(x: Tensor, weight: Tensor, tile: LinearTile) -> int:
+    return -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -183,13 +233,18 @@ class TiledLinear:
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
     tile: LinearTile
+    section: int = 0  # inputs of a section; 0: all
 
     def __call__(
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
         """Return the projection: [T, out]."""
-        return linear(x, self.weight, self.bias, self.tile)
+        divided = False
+        if self.section and x.dim() == 2:
+            slots = self.tile.resident * processors_of(str(x.device))
+            divided = divides(_tiles(x, self.weight, self.tile), triton.cdiv(x.shape[1], self.section), slots)
+        return linear(x, self.weight, self.bias, self.tile, self.section, divided)
 
 
 @dataclass(frozen=True)
@@ -199,10 +254,11 @@ class DescribedLinear:
     weight: Tensor  # [out, in], describable
     bias: Tensor | None  # [out]
     few: TiledLinear
-    tile: LinearTile = MANY_ON_HOPPER
+    tile: LinearTile = field(init=False)
     _weight: TensorDescriptor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tile", IN_SECTIONS_ON_HOPPER if self.few.section else MANY_ON_HOPPER)
         described = TensorDescriptor.from_tensor(self.weight, [self.tile.columns, self.tile.depth])
         object.__setattr__(self, "_weight", described)
 
@@ -217,13 +273,14 @@ class DescribedLinear:
         _check(x, weight, bias)
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         with on_device_of(x):
-            described_tile[_grid(x, weight, tile)](
+            described_tile[(_tiles(x, weight, tile),)](
                 TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
                 self._weight,
                 x if bias is None else bias.contiguous(),
                 out,
                 *out.shape,
                 x.shape[1],
+                self.few.section or None,
                 bias is not None,
                 tile.rows,
                 tile.columns,
@@ -273,7 +330,9 @@ class TiledLinears(IntegerLinears):
 
 def _products(weight: Tensor, bias: Tensor | None) -> tuple[TiledLinear, Linear]:
     """Return the products of few and of many rows on the weight's device."""
+    section = section_of(weight.shape[1], DEEPEST) if DIVIDES else 0
     if not (weight.is_cuda and chip_of(str(weight.device)) == "sm90"):
-        return TiledLinear(weight, bias, FEW_ROWS), TiledLinear(weight, bias, MANY_ROWS)
-    few = TiledLinear(weight, bias, FEW_ON_HOPPER)
-    return few, DescribedLinear(weight, bias, few) if describable(weight) else TiledLinear(weight, bias, MANY_ROWS)
+        return TiledLinear(weight, bias, FEW_ROWS, section), TiledLinear(weight, bias, MANY_ROWS, section)
+    few = TiledLinear(weight, bias, FEW_ON_HOPPER, section)
+    many = DescribedLinear(weight, bias, few) if describable(weight) else TiledLinear(weight, bias, MANY_ROWS, section)
+    return few, many

@@ -134,13 +134,15 @@ def _copy(
             ids_at = tables + gl.load(item)
             lo = gl.load(item + 3)
             hi = gl.load(item + 4)
-            tiles = gl.maximum((hi - lo + N - 1) // N, 1)
+            begin = lo // N * N
+            tiles = gl.maximum((hi - begin + N - 1) // N, 1)
             for i in range(tiles):
-                first = lo + (tiles - 1 - i) * N
+                first = begin + (tiles - 1 - i) * N
                 ids = ()
-                for p in gl.static_range(PIECES):  # beyond hi there are zeros: no block has this number
+                for p in gl.static_range(PIECES):  # outside lo..hi there are zeros: no block has this number
                     key = first + p * P
-                    block = gl.load(ids_at + key // B, mask=key < hi, other=num_blocks)
+                    held = (key < hi) & (key + P > lo)
+                    block = gl.load(ids_at + key // B, mask=held, other=num_blocks)
                     ids = ids + (block,)  # type: ignore[assignment]  # noqa: RUF005 - Gluon unpacks no tuple here
                 slot = first % B if B > N else 0
                 if filled >= STAGES:
@@ -187,14 +189,16 @@ def _load_rows(
 
 
 @gluon.jit
-def _weigh(s, top, total, scale, first, limit, MASKED: gl.constexpr):
+def _weigh(s, top, total, scale, first, start, limit, MASKED: gl.constexpr, WINDOW: gl.constexpr):
     """Compute the weights of one tile, the factor of earlier sums, the largest score and each thread's own sums.
 
-    limit: the number of keys that a row sees.
+    start, limit: a row sees the keys start..limit, or with no WINDOW all before limit.
     """
     if MASKED:
         column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(column[None, :] < (limit - first)[:, None], s, float("-inf"))
+        if WINDOW:
+            s = gl.where(column[None, :] >= (start - first)[:, None], s, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1))
     shift = new * scale
     if MASKED:  # a row may have seen no key yet
@@ -210,8 +214,8 @@ def _weigh(s, top, total, scale, first, limit, MASKED: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q, k_tiles, v_tiles, bars, state, ring, first, limit, scale, WHICH: gl.constexpr, N: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    q, k_tiles, v_tiles, bars, state, ring, first, start, limit, scale, WHICH: gl.constexpr, N: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Multiply q with a tile's keys while the weights of the tile before are multiplied with its values."""
     k_full, v_full = bars
@@ -231,7 +235,7 @@ def _step(
     _arrive(TURN + (WHICH + 1) % GROUPS, 256)
     s = warpgroup_mma_wait(1, deps=(s,))
     _arrive(K_FREE + k_stage, ALL)
-    weight, factor, top, total = _weigh(s, top, total, scale, first, limit, MASKED)
+    weight, factor, top, total = _weigh(s, top, total, scale, first, start, limit, MASKED, WINDOW)
     total = _after(total)
     mix, p = warpgroup_mma_wait(0, deps=(mix, p))
     _arrive(K_FREE + STAGES + v_stage, ALL)
@@ -245,7 +249,7 @@ def _step(
 @gluon.jit
 def _compute(
     qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks, reports, num_items,
-    num_heads, turns, q_token, q_head, out_token, out_head, scale, WHICH: gl.constexpr, G: gl.constexpr,
+    num_heads, turns, q_token, q_head, out_token, out_head, scale, window, WHICH: gl.constexpr, G: gl.constexpr,
     B: gl.constexpr, D: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute a warp group's rows of every item: 64 // G tokens, those after the rows of the groups before it."""
@@ -255,6 +259,7 @@ def _compute(
     ALL: gl.constexpr = GROUPS * 128 + 32
     TURN: gl.constexpr = K_FREE + 2 * STAGES
     TOKENS: gl.constexpr = 64 // G
+    WINDOW: gl.constexpr = window is not None
     dtype: gl.constexpr = q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -286,14 +291,23 @@ def _compute(
             count = gl.load(item + 2) - WHICH * TOKENS
             lo = gl.load(item + 3)
             hi = gl.load(item + 4)
-            free_hi = gl.load(item + 6)
+            begin = lo // N * N
+            free_begin = (gl.load(item + 5) - begin + N - 1) // N  # tiles that all rows see
+            free_end = (gl.load(item + 6) - begin) // N
+            free = free_begin < free_end
+            free_begin = gl.where(free, free_begin, 0)
+            free_end = gl.where(free, free_end, 0)
             held = (row // G < count) & (row // G < TOKENS)
             limit = gl.where(held, hi, 0)
+            start = limit
             if CAUSAL:
                 token = gl.load(rows + (first_row + row // G) * 2, mask=held, other=0)
-                limit = gl.minimum(limit, gl.load(positions + token, mask=held, other=-1) + 1)
-            tiles = gl.maximum((hi - lo + N - 1) // N, 1)
-            first = lo + (tiles - 1) * N
+                position = gl.load(positions + token, mask=held, other=-1)
+                limit = gl.minimum(limit, position + 1)
+                if WINDOW:
+                    start = position - window + 1
+            tiles = gl.maximum((hi - begin + N - 1) // N, 1)
+            first = begin + (tiles - 1) * N
 
             mbarrier.wait(k_full.index(k_stage), k_phase)
             zero = gl.zeros([64, N], gl.float32, layout=SCORES)
@@ -302,7 +316,7 @@ def _compute(
             _arrive(K_FREE + k_stage, ALL)
             k_stage, k_phase = _next(k_stage, k_phase, STAGES)
             empty = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-            weight, _, top, total = _weigh(s, empty, None, scale, first, limit, True)
+            weight, _, top, total = _weigh(s, empty, None, scale, first, start, limit, True, WINDOW)
             packed = _pack(weight, dtype)
             mix = gl.zeros([64, D], gl.float32, layout=SUMS)
             if hi % P != 0:  # slots that no sequence owns may hold NaN, and 0 times that is NaN
@@ -316,20 +330,33 @@ def _compute(
 
             state = (mix, packed, top, total)
             ring = (k_stage, k_phase, v_stage, v_phase)
-            seen_by_all = gl.maximum((free_hi - lo) // N, 0)  # tiles
-            for t in range(tiles - 1, seen_by_all, -1):
+            for t in range(tiles - 1, free_end, -1):
                 state, ring = _step(
-                    mine, k_tiles, v_tiles, bars, state, ring, lo + (t - 1) * N, limit, scale,
-                    WHICH, N, GROUPS, STAGES, True,
+                    mine, k_tiles, v_tiles, bars, state, ring, begin + (t - 1) * N, start, limit, scale,
+                    WHICH, N, GROUPS, STAGES, True, WINDOW,
                 )  # fmt: skip
-            for t in range(gl.minimum(tiles - 1, seen_by_all), 0, -1):
+            for t in range(gl.minimum(tiles - 1, free_end), free_begin, -1):
                 state, ring = _step(
-                    mine, k_tiles, v_tiles, bars, state, ring, lo + (t - 1) * N, limit, scale,
-                    WHICH, N, GROUPS, STAGES, False,
+                    mine, k_tiles, v_tiles, bars, state, ring, begin + (t - 1) * N, start, limit, scale,
+                    WHICH, N, GROUPS, STAGES, False, WINDOW,
                 )  # fmt: skip
+            if WINDOW:
+                for t in range(gl.minimum(tiles - 1, free_begin), 0, -1):
+                    state, ring = _step(
+                        mine, k_tiles, v_tiles, bars, state, ring, begin + (t - 1) * N, start, limit, scale,
+                        WHICH, N, GROUPS, STAGES, True, WINDOW,
+                    )  # fmt: skip
             mix, packed, top, total = state
             k_stage, k_phase, v_stage, v_phase = ring
             mbarrier.wait(v_full.index(v_stage), v_phase)
+            if WINDOW:  # noqa: SIM102 - decided when it is compiled
+                if lo % P != 0:  # the keys before lo of its block, which may hold infinity
+                    slot = gl.arange(0, P, layout=gl.SliceLayout(1, PIECE))
+                    for h in gl.static_range(HALVES):
+                        piece = v_pieces.index((v_stage * HALVES + h) * PIECES + lo % N // P)
+                        piece.store(gl.where((slot >= lo % P)[:, None], piece.load(PIECE), 0.0))
+                    fence_async_shared()
+                    gl.thread_barrier()
             p = _unpack(packed, dtype, gl.DotOperandLayout(0, SUMS, 2))
             mix = warpgroup_mma(p, v_tiles.index(v_stage), mix, is_async=True)
             mix, p = warpgroup_mma_wait(0, deps=(mix, p))
@@ -379,10 +406,10 @@ def _compute(
         _meet(TURN, 256)
 
 
-@gluon.jit(do_not_specialize=["num_items", "num_heads", "num_blocks", "turns"])
+@gluon.jit(do_not_specialize=["num_items", "num_heads", "num_blocks", "turns", "window"])
 def prefill(
     k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, tables, sinks, reports, num_items,
-    num_heads, num_blocks, turns, q_token, q_head, out_token, out_head, scale,
+    num_heads, num_blocks, turns, q_token, q_head, out_token, out_head, scale, window,
     G: gl.constexpr, B: gl.constexpr, D: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -390,7 +417,8 @@ def prefill(
 
     k_desc, v_desc: descriptors of the cache [N, Hkv, B, D], with boxes of one block's piece of 64 numbers. num_heads:
     KV heads. turns: items of a program. scale: log2(e) times the factor of q·k, positive. GROUPS: warp groups, of 64
-    rows each. N: keys of a tile; lo and free_hi of an item are multiples of it. reports: 64 * GROUPS per item and head.
+    rows each. N: keys of a tile; lo and free_hi of an item are multiples of it, lo not with a window. reports: 64 *
+    GROUPS per item and head. window: a row sees the keys after its position - window; None: all up to its position.
     """
     P: gl.constexpr = B if B < N else N
     COUNT: gl.constexpr = STAGES * (D // 64) * (N // P)
@@ -410,12 +438,12 @@ def prefill(
             [
                 (_compute, (
                     qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
+                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     0, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
                     qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
+                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     1, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_copy, (
@@ -430,17 +458,17 @@ def prefill(
             [
                 (_compute, (
                     qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
+                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     0, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
                     qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
+                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     1, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
                     qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
+                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     2, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_copy, (

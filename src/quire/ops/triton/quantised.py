@@ -21,7 +21,8 @@ from quire.errors import BadShape
 from quire.ops.checks.tensors import check_tensor
 from quire.ops.triton.functions import int8_scale, to_int8
 from quire.ops.triton.launch import FLOATS, on_device_of
-from quire.ops.triton.packed import BLOCK, PackedWeight, has_sums, is_apart, is_whole, padded_size, part_size
+from quire.ops.triton.packed import BLOCK, RUN, PackedWeight, has_sums, is_apart, is_whole, padded_size, part_size
+from quire.ops.triton.sections import divides, launch_add_sections, section_of, sums_of
 from quire.ops.triton.tiles import processors_of
 from quire.ops.weights.linear import Embedding, Linear, Linears, LinearWeight
 from quire.ops.weights.quantised import ACTIVATION_GROUP, PARTS, QuantisedEmbedding, QuantisedLinear, QuantisedWeight
@@ -58,12 +59,10 @@ PROBED_OUTPUTS, PROBED_ROWS = 48, (3, 20, 64, 130)  # of a weight, when its kind
 ROUNDED = 1024  # inputs of a row that a program rounds, if groups have separate scales
 ROUNDED_WHOLE = 4096  # inputs that a program rounds at a time, if a row has one scale
 
-# Inputs are divided among programs if there are fewer of these, of 4 warps, than FILLED times the processors. The sums
-# that are stored must take little memory next to the weight: those of all segments of few rows, or one a program.
-FILLED, MOST_SHARES = 4, 8
-DIVIDES = False  # not timed on a GPU yet, see docs/gpu.md
-MOST_SUMMED = 4  # rows whose segments have separate sums
-FINISHED = 128  # outputs of a program that scales sums
+# Whether inputs are summed in sections, which programs divide if outputs are few. Not timed on a GPU yet, see
+# docs/gpu.md. The bits are then those of `QuantisedLinear.section`, for every number of rows.
+DIVIDES = False
+WARPS = 12  # of these products that run on one processor at a time
 
 SHARING = tl.constexpr(16)  # tiles of rows that share the weights in the L2 cache
 
@@ -145,9 +144,9 @@ def _fetch(pointers):
 
 
 @triton.jit
-def _fetch_first(part, output, has_output, num_outputs, columns, COUNT: tl.constexpr):
-    """Prefetch some outputs of the first COUNT columns of scales, or of all if there are fewer."""
-    column = tl.arange(0, COUNT)[:, None]
+def _fetch_first(part, output, has_output, num_outputs, begin, columns, COUNT: tl.constexpr):
+    """Prefetch some outputs of COUNT columns of scales from `begin` on, or of all if there are fewer."""
+    column = begin + tl.arange(0, COUNT)[:, None]
     pointers = part + column * num_outputs + output[None, :]
     _fetch(tl.where((column < columns) & has_output[None, :], pointers, part))
 
@@ -163,7 +162,7 @@ def _load(pointers, ahead, has_output, near, AHEAD: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_tile(
     values, scales, zeros, minimums, sub_scales, sub_minimums, bias, x, x_scales, x_sums, out, sums,
-    num_rows, room, num_outputs, padded, share,
+    num_rows, room, num_outputs, padded, section,
     PACKED: tl.constexpr, ZERO: tl.constexpr, SEGMENT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     SUB: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -172,8 +171,9 @@ def multiply_tile(
 
     ZERO: subtracted if there are no zeros, from the value of packed numbers, otherwise from the stored number. SEGMENT:
     inputs of one integer sum; 0: all. GROUP, X_GROUP: inputs that share a scale; 0: all.
-    sums: int32 [segments, num_rows, num_outputs], where the integer sums are stored for `finish_sums`. The second
-    dimension of the grid then divides the inputs, in shares of `share`; without segments each has its own sum.
+    section: inputs of a section, see `sections`; None: all. sums: fp32 [sections, num_rows, num_outputs], int32 if all
+    inputs have one integer sum, where the sums of sections are stored, each by a program of the grid's second
+    dimension; None: one program has all sections.
     """
     row_tiles = tl.cdiv(num_rows, ROWS)
     output_tiles = tl.cdiv(num_outputs, OUTPUTS)
@@ -189,33 +189,33 @@ def multiply_tile(
     block = output // BLOCK * (padded // (2 if PACKED else 1) * BLOCK) + output % BLOCK * PART
     value_tile = values + block[:, None] + k[None, :]
     x_tile = x + row[None, :] * (2 * padded if SUB == 16 else padded) + k[:, None]
-    if AHEAD > 0 and GROUP > 0:
-        _fetch_first(scales, output, has_output, num_outputs, padded // GROUP, AHEAD // GROUP)
-        if zeros is not None:
-            _fetch_first(zeros, output, has_output, num_outputs, padded // GROUP, AHEAD // GROUP)
-        if minimums is not None:
-            _fetch_first(minimums, output, has_output, num_outputs, padded // GROUP, AHEAD // GROUP)
-        if sub_scales is not None:
-            _fetch_first(sub_scales, output, has_output, num_outputs, padded // SUB, AHEAD // SUB)
-        if sub_minimums is not None:
-            _fetch_first(sub_minimums, output, has_output, num_outputs, padded // SUB, AHEAD // SUB)
-    result = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    total = tl.zeros([OUTPUTS, ROWS], tl.int32)
-    low = tl.zeros([OUTPUTS, ROWS], tl.int32)
     begin, end = 0, padded
     if sums is not None:
-        begin = tl.program_id(1) * share
-        end = tl.minimum(begin + share, padded)
+        begin = tl.program_id(1) * section
+        end = tl.minimum(begin + section, padded)
+    if AHEAD > 0 and GROUP > 0:
+        _fetch_first(scales, output, has_output, num_outputs, begin // GROUP, end // GROUP, AHEAD // GROUP)
+        if zeros is not None:
+            _fetch_first(zeros, output, has_output, num_outputs, begin // GROUP, end // GROUP, AHEAD // GROUP)
+        if minimums is not None:
+            _fetch_first(minimums, output, has_output, num_outputs, begin // GROUP, end // GROUP, AHEAD // GROUP)
+        if sub_scales is not None:
+            _fetch_first(sub_scales, output, has_output, num_outputs, begin // SUB, end // SUB, AHEAD // SUB)
+        if sub_minimums is not None:
+            _fetch_first(sub_minimums, output, has_output, num_outputs, begin // SUB, end // SUB, AHEAD // SUB)
+    result = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    whole = tl.zeros([OUTPUTS, ROWS], tl.float32)  # of the sections before
+    total = tl.zeros([OUTPUTS, ROWS], tl.int32)
+    low = tl.zeros([OUTPUTS, ROWS], tl.int32)
     where = row[None, :] * num_outputs + output[:, None]
     held = has_row[None, :] & has_output[:, None]
-    a_sum = num_rows.to(tl.int64) * num_outputs
     for first in tl.range(begin, end, STEP):
         for i in tl.static_range(STEP // PART):
             at = (first + i * PART).to(tl.int64)
             if SEGMENT > 0 and i * PART % SEGMENT == 0:
                 total = tl.zeros([OUTPUTS, ROWS], tl.int32)
                 low = tl.zeros([OUTPUTS, ROWS], tl.int32)
-            near = first + AHEAD < padded  # the prefetched inputs belong to the weight
+            near = first + AHEAD < end  # the prefetched inputs are multiplied
             of_group = (at // GROUP * num_outputs if GROUP > 0 else 0) + output
             group_ahead = AHEAD // GROUP * num_outputs if GROUP > 0 else 0
 
@@ -257,9 +257,7 @@ def multiply_tile(
             elif minimums is not None:
                 low += x_sum[None, :]
 
-            if sums is not None and SEGMENT > 0 and (i + 1) * PART % SEGMENT == 0:
-                tl.store(sums + at // SEGMENT * a_sum + where, total, mask=held)
-            elif SEGMENT > 0 and (i + 1) * PART % SEGMENT == 0:
+            if SEGMENT > 0 and (i + 1) * PART % SEGMENT == 0:
                 x_scale = tl.load(x_scales + at // X_GROUP * room + row)
                 if GROUP > 0:
                     scale = _load(scales + of_group, group_ahead, has_output, near, AHEAD).to(tl.float32)
@@ -269,10 +267,16 @@ def multiply_tile(
                 if minimums is not None:
                     minimum = _load(minimums + of_group, group_ahead, has_output, near, AHEAD).to(tl.float32)
                     result = tl.fma(low.to(tl.float32), minimum[:, None] * x_scale[None, :], result)
+        if section is not None and sums is None:  # noqa: SIM102 - decided when it is compiled
+            if (first + STEP) % section == 0:
+                whole += result
+                result = tl.zeros([OUTPUTS, ROWS], tl.float32)
     if sums is not None:
-        if SEGMENT == 0:
-            tl.store(sums + tl.program_id(1) * a_sum + where, total, mask=held)
+        sums += tl.program_id(1).to(tl.int64) * num_rows * num_outputs + where
+        tl.store(sums, total if SEGMENT == 0 else result, mask=held)
     else:
+        if section is not None:
+            result += whole
         if SEGMENT == 0:
             x_scale = tl.load(x_scales + row)
             result = tl.fma(total.to(tl.float32), tl.broadcast_to(x_scale[None, :], [OUTPUTS, ROWS]), result)
@@ -281,40 +285,6 @@ def multiply_tile(
         if bias is not None:
             result += tl.load(bias + output, mask=has_output, other=0.0)[:, None]
         tl.store(out + where, result.to(out.dtype.element_ty), mask=held)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def finish_sums(
-    sums, scales, bias, x_scales, out, count, num_rows, room, num_outputs,
-    SEGMENT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
-):  # fmt: skip
-    """Scale the integer sums of some outputs of one row, and add them in the order that the definition specifies."""
-    row = tl.program_id(0).to(tl.int64)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    held = output < num_outputs
-    sums += row * num_outputs + output
-    a_sum = num_rows.to(tl.int64) * num_outputs
-    result = tl.zeros([OUTPUTS], tl.float32)
-    whole = tl.zeros([OUTPUTS], tl.int32)
-    for s in tl.range(0, count, loop_unroll_factor=8):
-        total = tl.load(sums + s * a_sum, mask=held, other=0)
-        if SEGMENT == 0:
-            whole += total
-        else:
-            scale = tl.full([OUTPUTS], 1.0, tl.float32)
-            if GROUP > 0:
-                of_group = s * SEGMENT // GROUP * num_outputs + output
-                scale = tl.load(scales + of_group, mask=held, other=0.0).to(tl.float32)
-            x_scale = tl.load(x_scales + (s * SEGMENT // X_GROUP).to(tl.int64) * room + row)
-            result = tl.fma(total.to(tl.float32), scale * x_scale, result)
-    if SEGMENT == 0:
-        x_scale = tl.load(x_scales + row)
-        result = tl.fma(whole.to(tl.float32), tl.zeros([OUTPUTS], tl.float32) + x_scale, result)
-    if GROUP == 0:
-        result *= tl.load(scales + output, mask=held, other=0.0)
-    if bias is not None:
-        result += tl.load(bias + output, mask=held, other=0.0)
-    tl.store(out + row * num_outputs + output, result.to(out.dtype.element_ty), mask=held)
 
 
 # ------------------------------------------------------------------------------------------------- the products
@@ -372,11 +342,13 @@ def integer_linear(
     bias: Tensor | None,  # fp32 [out]
     out_dtype: torch.dtype,
     tile: IntegerTile,
-    share: int = 0,
+    section: int = 0,
+    divided: bool = False,
 ) -> Tensor:
     """Compute x @ weight.T + bias in tiles of one shape, which does not affect the result: [T, out].
 
-    share: the inputs of a program, as of `share_of`, which do not affect it either; 0: all.
+    section: the inputs of a section, as of `section_of_kind`; 0: all. divided: each section of a tile has a program,
+    which does not affect the result either.
 
     Raises BadShape, BadDtype or BadValue.
     """
@@ -387,15 +359,12 @@ def integer_linear(
     out = torch.empty(rows, weight.out_size, dtype=out_dtype, device=x.device)
     if rows:
         rounded = rounded_rows(x, kind, tile.rows)
-        padded, segment = padded_size(kind), segment_of(kind)
-        parts = triton.cdiv(padded, share) if share else 1
-        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.out_size, tile.outputs), parts)
+        padded, whole = padded_size(kind), is_whole(kind)
+        count = sections_of(kind, section) if divided else 1
         room = triton.cdiv(rows, tile.rows) * tile.rows
-        sums = None
-        if parts > 1:
-            sums = torch.empty(padded // segment if segment else parts, *out.shape, dtype=torch.int32, device=x.device)
+        sums = sums_of(count, out, torch.int32 if whole else torch.float32) if count > 1 else None
         with on_device_of(x):
-            multiply_tile[grid](
+            multiply_tile[(tiles_in(rows, weight.out_size, tile), count)](
                 weight.values,
                 weight.scales,
                 weight.zeros,
@@ -412,16 +381,15 @@ def integer_linear(
                 room,
                 weight.out_size,
                 padded,
-                share,
+                None if sums is None and (whole or not section) else section,
                 **constants(kind, tile),
-                AHEAD=tile.ahead if x.is_cuda and not ON_AMD and sums is None else 0,
+                AHEAD=tile.ahead if x.is_cuda and not ON_AMD else 0,
                 **options(kind, tile, ON_AMD),
             )
             if sums is not None:
-                finish_sums[(rows, triton.cdiv(weight.out_size, FINISHED))](
-                    sums, weight.scales, bias, rounded.scales, out, len(sums), rows, room, weight.out_size,
-                    **finishing_constants(kind), num_warps=4, enable_fp_fusion=False,
-                )  # fmt: skip
+                launch_add_sections(
+                    sums, rounded.scales if whole else None, weight.scales if kind.by_output else None, bias, out
+                )
     return out
 
 
@@ -449,25 +417,22 @@ def options(kind: QuantisedWeight, tile: IntegerTile, on_amd: bool) -> dict[str,
     return {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": False}
 
 
-def finishing_constants(kind: QuantisedWeight) -> dict[str, int]:
-    """Return the compile-time constants of the kernel that scales the sums."""
-    names = constants(kind, FEW_ROWS)
-    return {name: int(names[name]) for name in ("SEGMENT", "GROUP", "X_GROUP")} | {"OUTPUTS": FINISHED}
+def tiles_in(rows: int, outputs: int, tile: IntegerTile) -> int:
+    """Return the number of tiles of a product."""
+    return -(-rows // tile.rows) * -(-outputs // tile.outputs)
 
 
-def share_of(weight: PackedWeight | QuantisedWeight) -> int:
-    """Return the inputs of a program of a weight with few outputs, so that the programs fill the device; 0: all.
+def section_of_kind(kind: QuantisedWeight) -> int:
+    """Return the inputs of a section, whole steps of every tile; 0: all.
 
-    Sums of minimums are not stored, and AMD's GPUs have no tile for it.
+    AMD's GPUs have no tile for it.
     """
-    kind = weight.kind if isinstance(weight, PackedWeight) else weight
-    processors = processors_of(str(weight.device))
-    if not DIVIDES or ON_AMD or kind.minimums is not None or weight.out_size >= WIDE * processors:
-        return 0
-    step = step_of(kind, FEW_ROWS)
-    steps, programs = triton.cdiv(padded_size(kind), step), triton.cdiv(weight.out_size, FEW_ROWS.outputs)
-    parts = min(MOST_SHARES, steps, triton.cdiv(FILLED * processors, programs))
-    return step * triton.cdiv(steps, parts) if parts > 1 else 0
+    return section_of(padded_size(kind), RUN) if DIVIDES and not ON_AMD else 0
+
+
+def sections_of(kind: QuantisedWeight, section: int) -> int:
+    """Return the number of sections."""
+    return -(-padded_size(kind) // section) if section else 1
 
 
 def segment_of(kind: QuantisedWeight) -> int:
@@ -497,17 +462,24 @@ class IntegerLinear:
     bias: Tensor | None  # fp32 [out]
     out_dtype: torch.dtype
     tiles: tuple[IntegerTile, ...]  # in order of rows
-    share: int = 0  # inputs of a program where rows are few, see `share_of`
+    section: int = 0  # inputs of a section, see `section_of_kind`
 
     def __call__(
         self,
         x: Tensor,  # [T, in], of the weight's dtype
     ) -> Tensor:
         """Return the projection: [T, out]."""
-        tile = next((tile for tile in self.tiles if len(x) <= tile.rows), self.tiles[-1])
-        most = MOST_SUMMED if segment_of(self.weight.kind) else SOME_ROWS.rows
-        share = self.share if len(x) <= most else 0
-        return integer_linear(x, self.weight, self.bias, self.out_dtype, tile, share)
+        tile, weight, divided = tile_of(self.tiles, len(x)), self.weight, False
+        if self.section:
+            slots = WARPS // tile.warps * processors_of(str(weight.device))
+            tiles = tiles_in(len(x), weight.out_size, tile)
+            divided = divides(tiles, sections_of(weight.kind, self.section), slots)
+        return integer_linear(x, weight, self.bias, self.out_dtype, tile, self.section, divided)
+
+
+def tile_of(tiles: tuple[IntegerTile, ...], rows: int) -> IntegerTile:
+    """Return the tile for that many rows, of those of a weight."""
+    return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
 
 class IntegerLinears(Linears):
@@ -520,7 +492,6 @@ class IntegerLinears(Linears):
     def __init__(self) -> None:
         super().__init__()
         self._right: dict[tuple[object, ...], bool] = {}
-        self._divides: dict[tuple[object, ...], bool] = {}  # by shape and kind: whether inputs are divided
 
     def _own(self, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Linear | None:
         return self._of(PackedWeight.of(weight), bias, out_dtype) if self._serves(weight) else None
@@ -546,13 +517,7 @@ class IntegerLinears(Linears):
         if bias is not None:
             check_tensor("bias", bias, (weight.out_size,), bias.dtype, weight.device, any_strides=True)
             bias = bias.float().contiguous()
-        kind, share = weight.kind, share_of(weight)
-        if share:
-            key = (kind.bits, kind.by_output, kind.group_size, kind.activation_group, kind.dtype, kind.zeros is None)
-            if key not in self._divides:
-                self._divides[key] = is_right(weight.rows(_first(weight)), divided=True)
-            share *= self._divides[key]
-        return IntegerLinear(weight, bias, out_dtype, tiles_of(weight), share)
+        return IntegerLinear(weight, bias, out_dtype, tiles_of(weight), section_of_kind(weight.kind))
 
     def _serves(self, weight: LinearWeight) -> TypeGuard[QuantisedWeight]:
         if not isinstance(weight, QuantisedWeight) or weight.dtype not in FLOATS:
@@ -569,19 +534,20 @@ class IntegerLinears(Linears):
         return self._right[key]
 
 
-def _first(weight: PackedWeight | QuantisedWeight) -> Tensor:
-    return torch.arange(min(PROBED_OUTPUTS, weight.out_size), device=weight.device)
-
-
-def is_right(weight: QuantisedWeight, divided: bool = False) -> bool:
+def is_right(weight: QuantisedWeight) -> bool:
     """Return True if every tile gives the results of torch's operators for the first outputs of a weight.
 
-    divided: with the inputs of few rows divided among programs.
+    With sections, also if each of them has a program.
     """
-    some = weight.rows(_first(weight))
-    share = share_of(some) if divided else 0
-    ours = IntegerLinear(PackedWeight.of(some), None, torch.float32, tiles_of(weight), share)
-    theirs = QuantisedLinear(some, None, torch.float32)
+    some = weight.rows(torch.arange(min(PROBED_OUTPUTS, weight.out_size), device=weight.device))
+    packed, tiles = PackedWeight.of(some), tiles_of(weight)
+    section = section_of_kind(packed.kind)
+    theirs = QuantisedLinear(some, None, torch.float32, 0 if is_whole(some) else section)
     x = torch.randn(max(PROBED_ROWS), weight.in_size, device=weight.device).to(weight.dtype)
-    pairs = ((ours(x[:rows]), theirs(x[:rows])) for rows in PROBED_ROWS)
-    return all(bool(((got == want) | (got.isnan() & want.isnan())).all()) for got, want in pairs)
+    for rows in PROBED_ROWS:
+        want = theirs(x[:rows])
+        for divided in (False, True) if section else (False,):
+            got = integer_linear(x[:rows], packed, None, torch.float32, tile_of(tiles, rows), section, divided)
+            if not bool(((got == want) | (got.isnan() & want.isnan())).all()):
+                return False
+    return True

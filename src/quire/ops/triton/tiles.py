@@ -13,6 +13,7 @@ Hopper: those keep the state of earlier chunks in memory, which costs less than 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -153,6 +154,7 @@ def chip_of(device: str) -> str:
     return "sm80" if major < 9 else "sm90" if major == 9 else "sm100"
 
 
+@cache  # for each product with sections
 def processors_of(device: str) -> int:
     """Return the number of the device's processors; few in the interpreter, so that work is cut."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.startswith("cuda") else 8

@@ -17,6 +17,9 @@ other operations is defined here, and every kernel follows it to the bit:
                           out = y + bias
     one scale an output:  y = 0;  for s ascending:  y = fma(sum[s], x_scale, y);             out = y * scale + bias
 
+With sections, which are multiples of a segment, y begins at 0 in each, and these y are added in order before the result
+is computed from their sum: `QuantisedLinear.section`. No kernel on a CPU has them.
+
 A segment is the smaller one of the two kinds of groups, so that each has one scale of x and one of the weight. A sum is
 rounded to fp32 before it is multiplied, and all other numbers are fp32. Missing sub-scales and sub-minimums are 1.
 
@@ -354,6 +357,7 @@ class QuantisedLinear:
     weight: QuantisedWeight
     bias: Tensor | None  # [out]
     out_dtype: torch.dtype
+    section: int = 0  # inputs whose products are added before those of others; 0: all
 
     def __call__(
         self,
@@ -367,8 +371,10 @@ class QuantisedLinear:
         multipliers = weight.values.double() - _wide(weight, weight.zeros, weight.zero)
         multipliers = multipliers * _wide(weight, weight.sub_scales, 1)
         added = _wide(weight, weight.sub_minimums, 1).expand(weight.out_size, weight.in_size)
-        out = torch.zeros(len(x), weight.out_size, device=x.device)
+        out = before = torch.zeros(len(x), weight.out_size, device=x.device)
         for begin in range(0, weight.in_size, weight.segment):
+            if self.section and begin and begin % self.section == 0:
+                before, out = before + out, torch.zeros_like(out)
             inputs, group = slice(begin, begin + weight.segment), begin // weight.group_size
             x_value, x_scale = values[:, inputs].double(), x_scales[:, begin // weight.activation_group, None]
             # A float64 sum of integers is exact below 2 ** 53.
@@ -377,6 +383,8 @@ class QuantisedLinear:
             if weight.minimums is not None:
                 low = (x_value @ added[:, inputs].T).float()
                 out = fma(low, x_scale * weight.minimums[:, group].float(), out)
+        if self.section:
+            out = before + out
         if weight.by_output:
             out = out * weight.scales[:, 0]
         return (out if self.bias is None else out + self.bias.float()).to(self.out_dtype)
