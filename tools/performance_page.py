@@ -47,7 +47,7 @@ SECTIONS: dict[str, Sequence[Table]] = {
     ),
     "GGUF files, and llama.cpp on the same ones": (Table("gguf-zen5", rows="llama1b", engines=("Quire", "llama.cpp")),),
     "Start-up": (Table("install-zen5"),),
-    "The host's part of a step": (Table("host-zen4", rows="text"),),
+    "The host's part of a step": (Table("host-zen5", rows="text"),),
     "The server": (Table("server"),),
     "On a GPU": (Table("gpu"),),
 }
