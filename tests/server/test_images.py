@@ -15,8 +15,10 @@ from PIL import Image
 
 from quire import LLM, SamplingParams
 from quire.sandbox.images import MAX_PIXELS
+from quire.server.http.image_fetcher import ImageFetcher
 from tests.models.image_checkpoints import pictures, save_images_model
 from tests.server.serving import Serving, serving
+from tests.server.web import PUBLIC, Resolver, Web, web
 
 CHAT, GREEDY = "/v1/chat/completions", {"temperature": 0, "ignore_eos": True}
 
@@ -44,6 +46,17 @@ def eyes(checkpoint: Path) -> Iterator[Serving]:
     options = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 512}
     with serving(options, ollama=True) as server:
         yield server
+
+
+@pytest.fixture
+def site(eyes: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """A web of which a.example is allowed."""
+    with web() as found:
+        found.files["/a.png"] = PNG
+        resolver = Resolver({"a.example": [PUBLIC], "private.example": ["127.0.0.1"]}, found.port)
+        monkeypatch.setattr(eyes.service, "fetcher", ImageFetcher(["a.example", "private.example"], resolver))
+        yield found
+        resolver.end()
 
 
 def asked(url: Any, text: str = "What is it?") -> list[dict[str, Any]]:
@@ -101,6 +114,38 @@ def test_what_images_do_not_serve_is_refused(eyes: Serving) -> None:
         assert "image" in answer.error()["message"], own
     answer = eyes.post("/api/generate", model="", prompt="a", images=[DATA], raw=True)
     assert answer.status == 400
+
+
+def test_an_address_of_an_allowed_host_is_fetched_by_every_protocol(eyes: Serving, site: Web) -> None:
+    address = "http://a.example/a.png"
+    count = eyes.post(CHAT, messages=asked(URL), max_tokens=1, **GREEDY).json()["usage"]["prompt_tokens"]
+    found = eyes.post(CHAT, messages=asked(address), max_tokens=1, **GREEDY).json()
+    assert found["usage"]["prompt_tokens"] == count
+    content = [{"type": "input_image", "image_url": address}, {"type": "input_text", "text": "What is it?"}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 1, **GREEDY}
+    assert eyes.post("/v1/responses", **body).json()["usage"]["input_tokens"] == count
+    content = [{"type": "image", "source": {"type": "url", "url": address}}, {"type": "text", "text": "What is it?"}]
+    anthropic = [{"role": "user", "content": content}]
+    assert eyes.post("/v1/messages/count_tokens", messages=anthropic).json() == {"input_tokens": count}
+    assert site.hosts == ["a.example"] * 3
+
+
+def test_other_addresses_are_refused_with_their_place(eyes: Serving, site: Web) -> None:
+    for url, reason in (
+        (
+            "http://evil.example/a.png",
+            "messages[0].content[0]: the URL 'http://evil.example/a.png' of an image has the",
+        ),
+        ("/etc/passwd", "must begin with data:, http:// or https://"),
+        ("http://private.example/a.png", "its host has no public address"),
+    ):
+        answer = eyes.post(CHAT, messages=asked(url), **GREEDY)
+        assert (answer.status, answer.error()["param"]) == (400, "messages")
+        assert reason in answer.error()["message"]
+    parts = [{"type": "image_url", "image_url": {"url": "http://a.example/a.png"}}] * 65
+    many = eyes.post(CHAT, messages=[{"role": "user", "content": parts}], **GREEDY)
+    assert "a prompt has 65 images; it may have at most 64" in many.error()["message"]
+    assert site.hosts == []
 
 
 def test_hostile_images_are_refused_and_the_server_serves_on(eyes: Serving) -> None:

@@ -61,8 +61,7 @@ class PromptImages:
         Raises:
             RequestError: an image is invalid, or the number of marks differs from that of images.
         """
-        if len(sources) > MAX_IMAGES:
-            raise RequestError(f"a prompt has {len(sources)} images; it may have at most {MAX_IMAGES}")
+        check_count(len(sources))
         try:
             images = [self._image(source) for source in sources]
         except MissingPackage as error:
@@ -127,6 +126,12 @@ class PromptImages:
         while sum(one.values.nbytes for one in self._rows.values()) > CACHE_BYTES and len(self._rows) > 1:
             self._rows.popitem(last=False)
         return rows
+
+
+def check_count(count: int) -> None:
+    """Raise RequestError if a prompt has this many images, and may not."""
+    if count > MAX_IMAGES:
+        raise RequestError(f"a prompt has {count} images; it may have at most {MAX_IMAGES}")
 
 
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], list[Source]]:
