@@ -97,7 +97,7 @@ def web() -> Iterator[Web]:
         def _head(self, status: int, headers: Mapping[str, str]) -> None:
             self.send_response(status)
             for name, value in headers.items():
-                self.send_header(name, value)
+                self.send_header(name, value.encode().decode("latin-1"))  # bytes of UTF-8
             self.end_headers()
 
         def _drip(self) -> None:

@@ -66,7 +66,7 @@ class ImageFetcher:
         if "@" in found.netloc:
             raise _refused(url, "has a user or a password; it must have neither")
         if host not in self._domains:
-            raise _refused(url, f"has the host {host[:80]!r}, which is none of --allowed-media-domains")
+            raise _refused(url, f"has the host {host[:80]!r}, which --allowed-media-domains does not name")
         if port not in PORTS:
             raise _refused(url, f"has the port {port}; it must be 80 or 443")
         # Made of the parts that were checked, so that no other reading of the text can lead to another host.
@@ -193,7 +193,7 @@ def _refused(url: str, why: str) -> RequestError:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, without addresses of machines."""
+    """Return the cause of an error, without addresses of machines."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return "its certificate is invalid"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
