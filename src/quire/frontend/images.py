@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 import threading
 from base64 import b64decode
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from quire.errors import MissingPackage, ModelError, RequestError, check_installed
 from quire.models.images import EncodedImage, ImageEncoder
 from quire.request import ImageRows, ImageTurns
-from quire.sandbox.images import MAX_BYTES, MAX_PIXELS, ImageDecoder
+from quire.sandbox.images import MAX_PIXELS, ImageDecoder, read_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,7 +112,7 @@ class PromptImages:
         if isinstance(source, str) and source.startswith("data:"):
             return self._decoder.decode(_data(source))
         if isinstance(source, (str, Path)) and "://" not in str(source):
-            return self._decoder.decode(_file(Path(source)))
+            return self._decoder.decode(read_file(Path(source)))
         raise RequestError(f"an image is {str(source)[:80]!r}; give a path, a data URL or an image of Pillow")
 
     def _encoded(self, encoder: ImageEncoder, image: Image, is_alone: bool) -> EncodedImage:
@@ -171,17 +170,6 @@ def _source(part: Mapping[str, Any], place: str) -> Source:
     if key == "image_url" and not str(found).startswith("data:"):  # clients' messages must not name files
         raise RequestError(f"{place}.{key} is {str(found)[:80]!r}; it must be a data URL")
     return found  # type: ignore[no-any-return]  # checked when it is read
-
-
-def _file(path: Path) -> bytes:
-    """Return the bytes of a file, or of its beginning if it is longer than an image may be."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise RequestError(f"the image {str(path)[:200]!r} is no regular file")
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"the image {str(path)[:200]!r} cannot be read: {error}") from error
 
 
 def _data(url: str) -> bytes:
