@@ -91,7 +91,8 @@ class PromptImages:
         ids = np.concatenate([_ids(digest, count) for digest, count in zip(digests, counts, strict=True)])
         first = positions[np.cumsum([0, *counts[:-1]])].tolist()
         turns = _turns(len(tokens), positions, parts)
-        return tokens, ImageRows(positions, ids, list(zip(first, digests, strict=True)), values, turns)
+        starts, placeholder = list(zip(first, digests, strict=True)), self._encoder.placeholder
+        return tokens, ImageRows(positions, ids, starts, values, turns, placeholder)
 
     def close(self) -> None:
         """End the process that decodes."""
