@@ -570,7 +570,9 @@ class ImageRows(NamedTuple):
     positions: NDArray[np.int64]  # [N], ascending
     ids: NDArray[np.int32]  # [N], the token ids at these positions
     starts: Sequence[tuple[int, bytes]]  # of each image, its first position and the digest of its rows and their places
-    values: Any  # a torch.Tensor [N, H], on the host; of some models, rows to add after the first layers follow, H each
+    # A torch.Tensor [N, H], on the host; of some models, rows to add after the first layers follow, H each. At a
+    # fleet's gateway quire.fleet.wire.Images instead.
+    values: Any
     turns: ImageTurns | None = None  # None: rows are rotated by their positions
     placeholder: int = 0  # the token of the vocabulary that such a row has in the tokenizer's output
 

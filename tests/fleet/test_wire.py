@@ -161,6 +161,7 @@ HELLO = Hello(
         {"salt": None},
         {"session": 5},
         {"has_windows": 0},
+        {"no_images": 0},
         {"root": None},
         {"default_sampling": {"top_p": 2}},
         {"default_sampling": []},

@@ -88,11 +88,9 @@ class PromptImages:
             )
         digests = [_digest(part) for part in parts]
         counts = [len(part.values) for part in parts]
-        ids = np.concatenate([_ids(digest, count) for digest, count in zip(digests, counts, strict=True)])
         first = positions[np.cumsum([0, *counts[:-1]])].tolist()
-        turns = _turns(len(tokens), positions, parts)
-        starts, placeholder = list(zip(first, digests, strict=True)), self._encoder.placeholder
-        return tokens, ImageRows(positions, ids, starts, values, turns, placeholder)
+        rows = image_rows(tokens, self._encoder.placeholder, list(zip(first, digests, strict=True)))
+        return tokens, rows._replace(values=values, turns=_turns(len(tokens), positions, parts))
 
     def close(self) -> None:
         """End the process that decodes."""
@@ -126,6 +124,20 @@ class PromptImages:
         while sum(one.values.nbytes for one in self._rows.values()) > CACHE_BYTES and len(self._rows) > 1:
             self._rows.popitem(last=False)
         return rows
+
+
+def image_rows(tokens: Sequence[int], placeholder: int, starts: Sequence[tuple[int, bytes]]) -> ImageRows:
+    """Return the rows of images in a prompt, without their values.
+
+    Args:
+        tokens: the prompt, with placeholders.
+        placeholder: the token in place of each row.
+        starts: of each image, the position of its first row and the digest of its rows.
+    """
+    [positions] = np.nonzero(np.array(tokens) == placeholder)
+    bounds = [*positions.searchsorted([first for first, _ in starts]), len(positions)]
+    ids = [_ids(digest, int(end - start)) for (_, digest), start, end in zip(starts, bounds, bounds[1:], strict=False)]
+    return ImageRows(positions, np.concatenate(ids), starts, None, None, placeholder)
 
 
 def check_count(count: int) -> None:

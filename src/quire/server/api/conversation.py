@@ -67,8 +67,8 @@ def _images(service: Service, messages: Sequence[Message]) -> list[str]:
             if part["type"] == "text":
                 continue
             place, url = f"messages[{i}].content[{j}]", part["image_url"]["url"]
-            if isinstance(service.factory.images, str):
-                raise ApiError(f"{place} is an image, and {service.factory.images}", param="messages")
+            if (why := service.why_no_images()) is not None:
+                raise ApiError(f"{place} is an image, and {why}", param="messages")
             if not url.startswith("data:"):
                 if service.fetcher is None:
                     why = (

@@ -132,6 +132,10 @@ class Service:
             raise RequestError("this model has no tokenizer, so it takes and gives token ids only", "prompt")
         return self.model.tokenizer
 
+    def why_no_images(self) -> str | None:
+        """Return the reason why no images are read; None: they are."""
+        return self.factory.images if isinstance(self.factory.images, str) else None
+
     def tokenizer_info(self) -> TokenizerInfo:
         """Return the tokenizer's properties that a client needs to process texts as this server does, as in vLLM.
 
