@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from quire.fleet.wire import WireError, read_encoded
+from quire.frontend.model_fingerprint import replica_fingerprint
 from tests.fleet.gateways import at, fronting, lose, slow_all, slowed, until, value
 from tests.fleet.serving import SECRET, Front
 from tests.models.image_checkpoints import pictures, save_images_model
@@ -89,6 +90,17 @@ def test_an_answer_goes_on_where_its_replica_is_lost(front: Front, two: list[Ser
     assert found[0].json()["choices"][0]["message"]["content"] == expected
     assert sum(value(server, "quire:resumed_requests_total") for server in two) == before + 1
     assert len({one.choice.best.candidate.name for one in placements}) == 2
+
+
+def test_the_fingerprint_covers_the_processor_of_images(two: list[Serving]) -> None:
+    llm = two[0].service.engine_client.llm.llm
+    before = replica_fingerprint(llm, None)
+    path = llm.files.path / "preprocessor_config.json"
+    text = path.read_text()
+    path.write_text(text.replace("0.5", "0.25"))
+    after = replica_fingerprint(llm, None)
+    path.write_text(text)
+    assert before.difference(after) == ("images",)
 
 
 @pytest.mark.parametrize("url", ["data:image/png;base64,YWJj", "http://127.0.0.1/a.png", "/etc/passwd"])
