@@ -115,8 +115,9 @@ class Images(NamedTuple):
 
 
 def _images(found: Any) -> Images:
-    """Return images from JSON. Raises WireError unless they are a text and a list of texts."""
-    if not isinstance(found, list) or [*map(type, found)] != [str, list] or not {*map(type, found[1])} == {str}:
+    """Return images from JSON. Raises WireError unless they are a text and data URLs: a path would name a file here."""
+    is_pair = isinstance(found, list) and [*map(type, found)] == [str, list] and found[1]
+    if not is_pair or not all(isinstance(url, str) and url.startswith("data:") for url in found[1]):
         raise WireError(f"images is {shown(found)}; it must be a text and a list of data URLs")
     return Images(*found)
 
