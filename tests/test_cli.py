@@ -541,13 +541,15 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(
         "--enable-chunked-prefill --disable-log-stats --disable-log-requests --tokenizer some/model --revision main "
         "--load-format=auto --served-model-name a b --max-num-seqs 7 --num-gpu-blocks-override 99 --uvicorn-log-level "
         "warning --distributed-executor-backend mp --host 0.0.0.0 --spec-tokens 2 --gpu-memory-utilization 0.9 "
-        '--swap-space 4 --limit-mm-per-prompt={"image":2} --max-seq-len-to-capture 8192'
+        '--swap-space 4 --limit-mm-per-prompt={"image":2} --max-seq-len-to-capture 8192 --allowed-media-domains '
+        "a.example b.example,c.example"
     )
     options, server, result = served(monkeypatch, *pasted.split())
     assert result.exit_code == 0, result.output
     assert (options["model"], options["max_num_seqs"], options["num_blocks"]) == ("some/model", 7, 99)
     assert options["num_speculative_tokens"] == 2
     assert (server.served_model_name, server.log_stats, server.host) == (("a", "b"), False, "0.0.0.0")
+    assert server.allowed_media_domains == ("a.example", "b.example,c.example")
     assert options["tokenizer"] == "some/model"
     assert options["enforce_eager"] is True
     caplog.set_level("INFO")

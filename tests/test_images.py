@@ -17,6 +17,7 @@ import transformers
 from PIL import Image
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.cache.events import BlockStored
 from quire.errors import RequestError
 from quire.frontend.images import PromptImages
 from quire.models.images import EncodedImage
@@ -102,6 +103,31 @@ def test_another_image_shares_only_the_text_before_it(llm: LLM) -> None:
     assert second.num_cached_tokens >= 0.8 * len(first.prompt_token_ids)
     assert other.num_cached_tokens == text
     assert other.outputs[0].logprobs != first.outputs[0].logprobs
+
+
+def test_events_have_placeholders_and_the_images_of_each_block(llm: LLM) -> None:
+    one, two = pictures(2, seed=7)
+    heard: list[Any] = []
+    llm.engine.listen(heard.append)
+    text = "def main" * 9 + "<image> and <image> import os" + " or" * 20
+    found = llm.generate({"prompt": text, "multi_modal_data": {"image": [one, two]}}, GREEDY, use_tqdm=False)[0]
+    llm.engine.scheduler.manager.listeners.remove(heard.append)
+    stored = [event for event in heard if isinstance(event, BlockStored)]
+    size, prompt = stored[0].block_size, np.array(found.prompt_token_ids)
+    tokens = [token for event in stored for token in event.token_ids]
+    keys = [block for event in stored for block in event.images or [None] * len(event.blocks)]
+    assert tokens[: len(prompt) // size * size] == prompt[: len(prompt) // size * size].tolist()
+    mark = llm.factory.images._encoder.placeholder  # type: ignore[union-attr]
+    assert [block is not None for block in keys] == [mark in tokens[i : i + size] for i in range(0, len(tokens), size)]
+    names: dict[str, set[int]] = {}  # the starts in the prompt of each image
+    for i, block in enumerate(keys):
+        for name, start in block or ():
+            names.setdefault(name, set()).add(i * size + start)
+    assert {len(name) for name in names} == {64}
+    first = np.flatnonzero(prompt == mark)
+    assert len(names) == 2
+    assert all(len(starts) == 1 and prompt[[*starts]] == [mark] for starts in names.values())
+    assert min(min(starts) for starts in names.values()) == first[0]
 
 
 def test_a_chat_takes_images_of_all_forms(llm: LLM, tmp_path: Path) -> None:

@@ -388,7 +388,8 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
     )
     | {"distributed_executor_backend": Foreign((None, "uni", "mp"), ONE_DEVICE)}
     | {"mm_processor_kwargs": Foreign((None, {}), OWN_MEDIA)}
-    | dict.fromkeys(("allowed_local_media_path", "allowed_media_domains"), Foreign((None, ""), OWN_MEDIA))
+    | {"allowed_local_media_path": Foreign((None, ""), OWN_MEDIA)}
+    | {"allowed_media_domains": Foreign((None, []), "`quire serve` takes --allowed-media-domains")}
     | {
         "limit_mm_per_prompt": Foreign((None, {}), "a prompt may have up to 64 images here", others=LIMITS),
     }

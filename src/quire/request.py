@@ -570,12 +570,31 @@ class ImageRows(NamedTuple):
     positions: NDArray[np.int64]  # [N], ascending
     ids: NDArray[np.int32]  # [N], the token ids at these positions
     starts: Sequence[tuple[int, bytes]]  # of each image, its first position and the digest of its rows and their places
-    values: Any  # a torch.Tensor [N, H], on the host; of some models, rows to add after the first layers follow, H each
+    # A torch.Tensor [N, H], on the host; of some models, rows to add after the first layers follow, H each. At a
+    # fleet's gateway quire.fleet.wire.Images instead.
+    values: Any
     turns: ImageTurns | None = None  # None: rows are rotated by their positions
+    placeholder: int = 0  # the token of the vocabulary that such a row has in the tokenizer's output
 
     def begun_in(self, start: int, stop: int) -> bytes:
         """Return the digests of the images that begin at these positions."""
         return b"".join(digest for position, digest in self.starts if start <= position < stop)
+
+    def with_placeholders(self, tokens: list[int]) -> list[int]:
+        """Return tokens of the prompt with those of the vocabulary in place of the negative ones."""
+        return [self.placeholder if token < 0 else token for token in tokens]
+
+    def lying_in(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """Return the images with rows between these positions: the digest in hexadecimal, and the start from `start`.
+
+        The start is negative if an image begins before.
+        """
+        nexts = [int(self.positions.searchsorted(first)) for first, _ in self.starts[1:]] + [len(self.positions)]
+        return [
+            (digest.hex(), first - start)
+            for (first, digest), end in zip(self.starts, nexts, strict=True)
+            if first < stop and start <= self.positions[end - 1]
+        ]
 
 
 class Holder(NamedTuple):

@@ -129,6 +129,18 @@ def test_calls_that_cannot_be_are_refused_by_field() -> None:
             ({"retention": wrong}, "retention is .*; it must be a key and a number of seconds")
             for wrong in (5, ["s"], ["s", 1], ["s", -1.0], ["s", math.inf], [7, 1.0])
         ],
+        *[
+            ({"images": wrong}, "images is .*; it must be a text and a list of data URLs")
+            for wrong in (
+                5,
+                ["s"],
+                ["s", []],
+                ["s", [5]],
+                ["s", ["/etc/passwd"]],
+                ["s", ["http://a/b"]],
+                [7, ["data:,"]],
+            )
+        ],
     ):
         with pytest.raises(WireError, match=sentence):
             read(Call, loads(dumps(good | change)))
@@ -161,6 +173,7 @@ HELLO = Hello(
         {"salt": None},
         {"session": 5},
         {"has_windows": 0},
+        {"no_images": 0},
         {"root": None},
         {"default_sampling": {"top_p": 2}},
         {"default_sampling": []},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
+import socket
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -14,9 +15,12 @@ import pytest
 from PIL import Image
 
 from quire import LLM, SamplingParams
-from quire.sandbox.images import MAX_PIXELS
+from quire.server.http import image_fetcher
+from quire.server.http.image_fetcher import ImageFetcher
 from tests.models.image_checkpoints import pictures, save_images_model
+from tests.server.hostile_images import case
 from tests.server.serving import Serving, serving
+from tests.server.web import PUBLIC, Resolver, Web, web
 
 CHAT, GREEDY = "/v1/chat/completions", {"temperature": 0, "ignore_eos": True}
 
@@ -44,6 +48,18 @@ def eyes(checkpoint: Path) -> Iterator[Serving]:
     options = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 512}
     with serving(options, ollama=True) as server:
         yield server
+
+
+@pytest.fixture
+def site(eyes: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """A web of which a.example is allowed."""
+    with web() as found:
+        found.files["/a.png"] = PNG
+        names = {"a.example": [PUBLIC], "private.example": ["127.0.0.1"], "turning.example": ["10.0.0.1", "::1"]}
+        resolver = Resolver(names, found.port)
+        monkeypatch.setattr(eyes.service, "fetcher", ImageFetcher(names, resolver))
+        yield found
+        resolver.end()
 
 
 def asked(url: Any, text: str = "What is it?") -> list[dict[str, Any]]:
@@ -103,20 +119,63 @@ def test_what_images_do_not_serve_is_refused(eyes: Serving) -> None:
     assert answer.status == 400
 
 
-def test_hostile_images_are_refused_and_the_server_serves_on(eyes: Serving) -> None:
-    draw = random.Random(0)
-    bomb = encoded(Image.new("1", (2**13, MAX_PIXELS // 2**13 + 1)))
-    urls: list[Any] = [None, 1, [], {}, "data:", "data:,", "data:;base64,", "data:image/png;base64,é", "data:\0"]
-    urls += [URL[: draw.randrange(30, len(URL) // 2)] for _ in range(60)]
-    for _ in range(100):
-        kind = draw.choice([b"%PDF-1.4\n" + PNG, b"GIF89a" + PNG, b"<svg/>" + PNG, b"\xff\xd8\xff" + PNG, PNG[:9000]])
-        urls.append("data:image/png;base64," + b64encode(kind[: draw.randrange(20, 6000)]).decode())
-    urls += [f"data:image/png;base64,{DATA[:i]}!{DATA[i:]}" for i in range(30)]
-    urls += [f"data:image/png;base64,{b64encode(bomb).decode()}"]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda url: eyes.post(CHAT, messages=asked(url), max_tokens=1, **GREEDY), urls))
-    assert len(found) == 200
-    assert {answer.status for answer in found} == {400}
-    assert {answer.error()["param"] for answer in found} == {"messages"}
+def test_an_address_of_an_allowed_host_is_fetched_by_every_protocol(eyes: Serving, site: Web) -> None:
+    address = "http://a.example/a.png"
+    count = eyes.post(CHAT, messages=asked(URL), max_tokens=1, **GREEDY).json()["usage"]["prompt_tokens"]
+    found = eyes.post(CHAT, messages=asked(address), max_tokens=1, **GREEDY).json()
+    assert found["usage"]["prompt_tokens"] == count
+    content = [{"type": "input_image", "image_url": address}, {"type": "input_text", "text": "What is it?"}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 1, **GREEDY}
+    assert eyes.post("/v1/responses", **body).json()["usage"]["input_tokens"] == count
+    content = [{"type": "image", "source": {"type": "url", "url": address}}, {"type": "text", "text": "What is it?"}]
+    anthropic = [{"role": "user", "content": content}]
+    assert eyes.post("/v1/messages/count_tokens", messages=anthropic).json() == {"input_tokens": count}
+    assert site.hosts == ["a.example"] * 3
+
+
+def test_other_addresses_are_refused_with_their_place(eyes: Serving, site: Web) -> None:
+    for url, reason in (
+        (
+            "http://evil.example/a.png",
+            "messages[0].content[0]: the URL 'http://evil.example/a.png' of an image has the",
+        ),
+        ("/etc/passwd", "must begin with data:, http:// or https://"),
+        ("http://private.example/a.png", "its host has no public address"),
+    ):
+        answer = eyes.post(CHAT, messages=asked(url), **GREEDY)
+        assert (answer.status, answer.error()["param"]) == (400, "messages")
+        assert reason in answer.error()["message"]
+    parts = [{"type": "image_url", "image_url": {"url": "http://a.example/a.png"}}] * 65
+    many = eyes.post(CHAT, messages=[{"role": "user", "content": parts}], **GREEDY)
+    assert "a prompt has 65 images; it may have at most 64" in many.error()["message"]
+    assert site.hosts == []
+
+
+def test_hostile_images_are_refused_and_the_server_serves_on(
+    eyes: Serving, site: Web, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    """Of no case the server fails, and none leads it to another host or to this machine."""
+    monkeypatch.setattr(image_fetcher, "MAX_SECONDS", 0.3)
+    resolver = eyes.service.fetcher._resolver  # type: ignore[union-attr]
+    found: Counter[int] = Counter()
+    with socket.create_server(("127.0.0.1", 0)) as forbidden, ThreadPoolExecutor(4) as pool:
+        port = forbidden.getsockname()[1]
+
+        def ask(seed: int) -> None:
+            answer = eyes.post(CHAT, messages=asked(case(seed, site, port)), max_tokens=1, **GREEDY)
+            found[answer.status] += 1
+            assert answer.status in (200, 400), (seed, answer.body)
+            assert answer.status == 200 or answer.error()["param"] == "messages", (seed, answer.body)
+
+        for _ in pool.map(ask, range(10_000 if long else 200)):
+            pass
+        forbidden.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            forbidden.accept()
+    print(f"answers by status: {dict(found)}; requests to the allowed host: {len(site.hosts)}")
+    assert set(site.hosts) == {"a.example"}
+    assert set(resolver.asked) <= {"a.example", "private.example", "turning.example"}
+    assert set(resolver.used) == {PUBLIC}
+    assert found[400] > found[200] > 0
     assert eyes.post(CHAT, messages=asked(URL), max_tokens=1, **GREEDY).status == 200
     assert eyes.is_idle()

@@ -488,6 +488,18 @@ def test_a_state_is_one_event_with_the_block_that_it_ends_with() -> None:
     assert found[1].parent_block_hash == wire_hash(a)
 
 
+def test_images_are_extra_keys_of_their_blocks() -> None:
+    a, b, c, d = (bytes([each]) * 16 for each in range(1, 5))
+    image, other = ("ab" * 32, 1), ("cd" * 32, -1)
+    events = [stored(0, [a], None), stored(0, [b], a), stored(0, [c], b), stored(0, [d], c)]
+    events[1].images, events[2].images = [[image]], [[other, image]]
+    [found] = sent(events, [CacheGroup((0,))]).events
+    assert found.extra_keys == [None, ([*image],), ([*other], [*image]), None]
+    assert len(found.block_hashes) == 4
+    [found] = sent(events[:1] + events[3:], [CacheGroup((0,))]).events[:1]
+    assert found.extra_keys is None
+
+
 def test_groups_are_told_apart_and_runs_of_each_are_one_event() -> None:
     a, b, c, d = (bytes([each]) * 16 for each in range(1, 5))
     events: list[CacheEvent] = [

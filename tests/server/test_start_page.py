@@ -8,14 +8,17 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from quire.models import EMBEDDED
 from quire.server.api import start_page
 from tests.models.adapters import embedded_linears, save_adapter
+from tests.models.image_checkpoints import pictures, save_images_model
 from tests.server.browsing import FAULTS, open_browser
 from tests.server.serving import SMALL, Serving, serving
 
@@ -391,3 +394,94 @@ def test_a_key_of_the_settings_replaces_the_password_of_the_page(browser: Any) -
         it.page.fill("#key", "wrong")
         it.ask("class Stack:")
         assert "Enter the API key in the settings above." in it.last(".notice.error")
+
+
+# ------------------------------------------------------------------------------------------------------------ images
+
+SEEING = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}" \
+         "{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endif %}{% endfor %}"  # fmt: skip
+# Gives the page files as a user does who pastes or drops them.
+GIVE = """([id, kind, type, base64]) => {
+  const data = new DataTransfer(), bytes = Uint8Array.from(atob(base64), one => one.charCodeAt(0));
+  data.items.add(new File([bytes], "a file", { type }));
+  const event = kind === "paste" ? new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true })
+    : new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true });
+  $(id).dispatchEvent(event);
+}"""
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A model that reads images."""
+    directory = tmp_path_factory.mktemp("seeing")
+    save_images_model(directory, "smolvlm")
+    (directory / "seeing.jinja").write_text(SEEING)
+    options = {"model": str(directory), "dtype": "float32", "max_model_len": 1024}
+    with serving(options, chat_template=directory / "seeing.jinja", served_model_name=("seer",)) as running:
+        yield running
+
+
+def png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_images_are_chosen_pasted_dropped_and_removed(browser: Any, seeing: Serving) -> None:
+    one, two, three = (png(image) for image in pictures(3))
+    large = png(Image.effect_noise((2560, 400), 90))
+    urls = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (one, two, three)]
+    with chat(browser, seeing) as it:
+        it.also = {"ignore_eos": True, "max_tokens": 4}
+        files = [{"name": f"{i}.png", "mimeType": "image/png", "buffer": data} for i, data in enumerate((one, two))]
+        shown = it.page.locator("#images img")
+        it.page.set_input_files("#files", [*files, {"name": "a.svg", "mimeType": "image/svg+xml", "buffer": b"<svg/>"}])
+        shown.nth(1).wait_for()
+        assert it.page.locator("#refused").inner_text().startswith("a.svg: an image is a PNG, JPEG")
+        it.page.get_by_label("Remove 0.png").click()
+        it.page.evaluate(GIVE, ["prompt", "paste", "image/png", base64.b64encode(three).decode()])
+        shown.nth(1).wait_for()
+        it.page.evaluate(GIVE, ["prompt", "paste", "image/png", base64.b64encode(b"no image").decode()])
+        it.page.locator("#refused:has-text('a file')").wait_for()
+        assert shown.evaluate_all("all => all.map(one => one.src)") == urls[1:]
+        it.ask("What is it?")
+        question = [{"type": "image_url", "image_url": {"url": url}} for url in urls[1:]]
+        assert it.bodies[0]["messages"] == [
+            {"role": "user", "content": [*question, {"type": "text", "text": "What is it?"}]}
+        ]
+        assert (it.page.evaluate("turns[0].end"), shown.count()) == ("length", 0)
+        assert it.page.locator(".user .pictures img").count() == 2
+
+        it.page.evaluate(GIVE, ["talk", "dragover", "image/png", ""])
+        it.page.locator("#talk.dropping").wait_for()
+        it.page.evaluate(GIVE, ["talk", "drop", "image/png", base64.b64encode(large).decode()])
+        shown.first.wait_for()
+        assert it.page.locator("#talk.dropping").count() == 0
+        for theme in ("light", "dark"):
+            it.page.emulate_media(color_scheme=theme)
+            for width, height in ((1280, 800), (390, 844)):
+                it.page.set_viewport_size({"width": width, "height": height})
+                assert it.page.evaluate(FAULTS) == []
+        it.ask("")  # an image alone
+        first, _, last = it.bodies[1]["messages"]
+        assert first == it.bodies[0]["messages"][0]
+        [sent] = last["content"]
+        head, data = sent["image_url"]["url"].split(",")
+        assert head == "data:image/jpeg;base64"
+        assert Image.open(BytesIO(base64.b64decode(data))).size == (2048, 320)
+        it.click("Regenerate", 1)
+        it.ended()
+        assert it.bodies[2] == it.bodies[1]
+        it.page.evaluate(GIVE, ["prompt", "paste", "image/png", base64.b64encode(one).decode()])
+        shown.first.wait_for()
+        it.page.click("#clear")
+        assert shown.count() == 0
+
+
+def test_a_model_of_text_is_given_no_images(browser: Any, server: Serving) -> None:
+    with chat(browser, server) as it:
+        assert not it.page.locator("#choose").is_visible()
+        it.page.evaluate(GIVE, ["prompt", "paste", "image/png", base64.b64encode(png(pictures(1)[0])).decode()])
+        it.page.evaluate(GIVE, ["talk", "drop", "image/png", ""])
+        it.page.evaluate("new Promise(done => setTimeout(done))")
+        assert it.page.evaluate("images") == []

@@ -13,12 +13,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.cli import app
 from quire.errors import ConfigError, QuireError
 from quire.terminal.chat import Chat, Ended
 from quire.terminal.client import Client, Refused
 from quire.terminal.partner import Message, OwnModel, Piece, ServedModel, TooLong, Usage
+from tests.models.image_checkpoints import pictures, save_images_model
 from tests.server.serving import Serving, serving
 from tests.terminal.fake_server import DONE, USAGE, chunk, fake_server
 
@@ -54,6 +55,14 @@ class Echo:
         pass
 
 
+class Seer(Echo):
+    """Says that it has seen something."""
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+        self.heard.append(list(messages))
+        yield Piece("seen")
+
+
 def chat_with(partner: Any, **options: Any) -> tuple[Chat, io.StringIO]:
     """A chat, and what it notes."""
     notes = io.StringIO()
@@ -80,6 +89,41 @@ def test_a_conversation_has_a_history_and_a_system_message(capsys: pytest.Captur
     for text in ("/exit", "/bye", "/quit"):
         with pytest.raises(Ended):
             chat.take(text)
+
+
+def test_images_go_with_the_next_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "a picture.png", tmp_path / "b.jpeg"
+    first.write_bytes(b"png")
+    second.write_bytes(b"jpeg")
+    partner = Seer()
+    chat, notes = chat_with(partner)
+    chat.take(f"/image '{first}'")
+    chat.take(f"/image {second}")
+    with pytest.raises(QuireError, match=r"cannot be read: .*No such file"):
+        chat.take("/image ~/no/such/file.png")
+    with pytest.raises(QuireError, match="is no path: No closing quotation"):
+        chat.take("/image 'a")
+    with pytest.raises(QuireError, match="is no regular file"):
+        chat.take(f"/image {tmp_path}")
+    chat.take("what is it")
+    chat.take("and why")
+    urls = [one["image_url"]["url"] for one in partner.heard[0][0]["content"][:2]]
+    assert urls == ["data:image/png;base64,cG5n", "data:image/jpeg;base64,anBlZw=="]
+    assert partner.heard[0][0]["content"][2] == {"type": "text", "text": "what is it"}
+    assert partner.heard[1][0] == partner.heard[0][0]
+    assert partner.heard[1][2]["content"] == "and why"
+    chat.take(f"/image {second} {second}")
+    chat.take("/image")
+    chat.take("none")
+    assert partner.heard[2][-1]["content"] == "none"
+    assert notes.getvalue().split("\n")[:4] == [
+        f"The next message has {count}." for count in ("1 image", "2 images", "2 images", "no images")
+    ]
+    chat.take(f"/image {first}")
+    chat.partner = Echo(most=0)
+    with pytest.raises(TooLong):
+        chat.take("again")
+    assert (chat.messages, chat.images) == ([], [])
 
 
 def test_a_command_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +189,22 @@ def test_own_model_answers_as_llm_chat_does_and_reuses_the_conversation(llm: LLM
 
 
 @pytest.mark.slow
+def test_own_model_reads_images_as_llm_chat_does(tmp_path: Path) -> None:
+    save_images_model(tmp_path, "smolvlm")
+    path = tmp_path / "image.png"
+    pictures(1)[0].save(path)
+    with LLM(str(tmp_path), dtype="float32", max_model_len=512, num_blocks=64) as llm:
+        partner = OwnModel(llm, None, {"temperature": 0.0, "max_tokens": 4})
+        chat, _ = chat_with(partner)
+        chat.take(f"/image {path}")
+        chat.take("what is it")
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        [output] = llm.chat(chat.messages[:1], params, use_tqdm=False)
+        assert chat.messages[1]["content"] == output.outputs[0].text
+        assert partner.usage is not None
+        assert partner.usage.prompt_tokens == len(output.prompt_token_ids)
+
+
 def test_own_model_is_stopped_between_two_steps(llm: LLM) -> None:
     partner = OwnModel(llm, None, {"max_tokens": None})
     answer = partner.answer([{"role": "user", "content": "a stack"}])

@@ -115,6 +115,8 @@ class BlockStored:
     token_ids: list[int]
     block_size: int
     lora: str | None = None  # name of its request's adapter; blocks are shared only with requests of the same weights
+    # For each block the images in it, see `ImageRows.lying_in`; None: no block has any. Their rows have placeholders.
+    images: list[list[tuple[str, int]] | None] | None = None
 
 
 @dataclass(slots=True)

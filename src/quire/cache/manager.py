@@ -235,10 +235,21 @@ class BlockManager:
 
     def _tell_stored(self, request: Request, g: int, first: int, blocks: list[int]) -> None:
         """Report that group g stored these blocks for reuse, the request's block `first` and those after it."""
-        size, digests, end = self.block_size, request.cache.digests, first + len(blocks)
-        names = (blocks, digests[first + 1 : end + 1], digests[first] if first else None)
+        digests = request.cache.digests[first + 1 : first + 1 + len(blocks)]
+        self._tell_named(request, g, first, blocks, digests, request.cache.digests[first])
+
+    def _tell_named(
+        self, request: Request, g: int, first: int, blocks: list[int], digests: list[bytes], parent: bytes
+    ) -> None:
+        """See `_tell_stored`. digests: of the blocks. parent: that of the block before them."""
+        size, images, end = self.block_size, request.images, first + len(blocks)
         tokens = request.tokens[first * size : end * size].tolist()
-        self._tell(events.BlockStored(self.now, g, request.id, *names, tokens, size, request.lora))
+        seen: list[list[tuple[str, int]] | None] | None = None
+        if images is not None and min(tokens) < 0:
+            tokens = images.with_placeholders(tokens)
+            seen = [images.lying_in(i * size, (i + 1) * size) or None for i in range(first, end)]
+        names = (blocks, digests, parent if first else None)
+        self._tell(events.BlockStored(self.now, g, request.id, *names, tokens, size, request.lora, seen))
 
     def reset_prefix_cache(self, *, keeps_disk: bool = False) -> None:
         """Drop all reusable blocks. Running requests keep theirs. keeps_disk: those on the disk stay reusable."""
@@ -581,9 +592,7 @@ class BlockManager:
                     parent, at = read.parent, (read.depth + 1) * self.spans[group] // size - 1
                     index.publish(block, read.name.digest, parent, read.tokens, first=at == 0)
                     if self.listeners:
-                        names = ([block], [read.name.digest], parent if at else None)
-                        tokens = request.tokens[at * size : (at + 1) * size].tolist()
-                        self._tell(events.BlockStored(self.now, group, request.id, *names, tokens, size, request.lora))
+                        self._tell_named(request, group, at, [block], [read.name.digest], parent)
         finally:
             self._give_back(group, blocks)
         return len(new)

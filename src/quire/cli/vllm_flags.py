@@ -48,7 +48,7 @@ NOT_HERE = {
     "--ssl-ca-certs": PROXY,
     "--uds": PROXY,
 }
-SEVERAL = "--served-model-name"  # vLLM's takes all values up to the next flag
+SEVERAL = ("--served-model-name", "--allowed-media-domains")  # vLLM's take all values up to the next flag
 
 
 PASTED = "quire.vllm_flags"  # key of vLLM's engine options in a context's meta
@@ -67,16 +67,16 @@ class PastedFlags(Sourced):
 def _translated(args: list[str], own: set[str], pasted: dict[str, Any]) -> Iterator[str]:
     """Yield the arguments for this command, and add vLLM's engine options to `pasted`. own: the command's options."""
     rest = iter(args)
-    several = False
+    several = ""
     for arg in rest:
         if not arg.startswith("-"):
             if several:
-                yield SEVERAL
+                yield several
             yield arg
             continue
         flag, has_value, value = arg.partition("=")
         name = ABBREVIATED.get(flag, flag.replace("_", "-"))
-        several = name == SEVERAL and not has_value
+        several = name if name in SEVERAL and not has_value else ""
         if several:
             continue
         if name in own:

@@ -30,7 +30,7 @@ from quire.fleet.roster import Roster
 from quire.fleet.search import FleetSearch
 from quire.fleet.shared import Shared, Tasks
 from quire.fleet.stream import NumberedStream
-from quire.fleet.wire import Frame, Hello
+from quire.fleet.wire import EncodedPrompt, Frame, Hello, Images
 from quire.fleet.work import Work
 from quire.frontend.jobs import GenerationJob, Job
 from quire.request import Request
@@ -117,6 +117,10 @@ class Dispatcher:
 
     def check(self, request: Request) -> None:
         """Do nothing: a replica checks the request when it is submitted."""
+
+    async def encode(self, images: Images) -> EncodedPrompt:
+        """Return the tokens of a prompt with images, which a replica makes. Raises ApiError."""
+        return await self.mover.placer.encode(images)
 
     def search(
         self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None

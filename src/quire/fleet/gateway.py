@@ -32,8 +32,10 @@ from quire.fleet.link import read_body
 from quire.fleet.membership import Member, Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.stream import NumberedStream, last_event
-from quire.fleet.wire import Hello, loads, read
+from quire.fleet.wire import Hello, Images, loads, read
 from quire.fleet.work import FarGuide
+from quire.frontend.images import check_count, image_rows
+from quire.frontend.request_factory import TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.frontend.tokenizer import find_tokenizer
 from quire.models.files import Directory
@@ -75,9 +77,20 @@ MAX_KEY = 256  # characters of an Idempotency-Key
 class FleetService(Service):
     """A service whose requests have names that outlive the gateway, so that another gateway can continue a stream."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.factory.images = "a fleet serves text alone"
+    fleet: Dispatcher
+    no_images: str | None  # see Hello
+
+    def why_no_images(self) -> str | None:
+        """Return the reason why the replicas read no images; None: they do."""
+        return self.no_images
+
+    async def encode_images(self, request: HttpRequest, text: str, urls: Sequence[str]) -> TokenizedPrompt:
+        """Tokenize a rendered text with a mark for each image, at a replica. Raises ApiError."""
+        check_count(len(urls))
+        images = Images(text, list(urls))
+        found = await self.fleet.encode(images)
+        rows = image_rows(found.tokens, found.placeholder, found.starts)
+        return TokenizedPrompt(text, found.tokens, images=rows._replace(values=images))
 
     def identity(self, request: HttpRequest, kind: str) -> Identity:
         """Return the name that the client's headers give the request, or a new one.
@@ -232,7 +245,9 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
     fleet = Dispatcher(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics, traces)
     watch = FleetWatch(fleet, {"model": model.names[0], "version": __version__})
     metrics.show(watch.replicas)
-    return Gateway(FleetService(model, fleet, config, traces), fleet, metrics, watch)
+    service = FleetService(model, fleet, config, traces)
+    service.fleet, service.no_images = fleet, hello.no_images
+    return Gateway(service, fleet, metrics, watch)
 
 
 async def find_model(membership: Membership, config: GatewayConfig) -> Found:

@@ -21,6 +21,7 @@ from quire.fleet.wire import (
     PROTOCOL,
     SILENCE,
     Call,
+    EncodeCall,
     Frame,
     Hello,
     SearchCall,
@@ -133,7 +134,7 @@ class Link:
             await asyncio.sleep(pause)
             pause = min(longest, 2 * pause)
 
-    async def post(self, path: str, message: Call | SearchCall | dict[str, Any]) -> dict[str, Any]:
+    async def post(self, path: str, message: Call | EncodeCall | SearchCall | dict[str, Any]) -> dict[str, Any]:
         """Send a message. Raises Refused, and LinkLost, also if the session is lost meanwhile."""
         if self.hello is None:
             raise LinkLost(f"{self.url}: {self.failure}")
@@ -150,7 +151,7 @@ class Link:
             self._posts.discard(task)
 
     async def ask(
-        self, path: str, message: Call | SearchCall | dict[str, Any], read: Callable[[dict[str, Any]], T]
+        self, path: str, message: Call | EncodeCall | SearchCall | dict[str, Any], read: Callable[[dict[str, Any]], T]
     ) -> T:
         """Send a message and return the result of `read` for the answer. Raises like `post`.
 

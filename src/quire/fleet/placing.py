@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
 from quire.errors import NoReplica
 from quire.fleet.attempts import Attempts, no_replica
@@ -17,6 +18,7 @@ from quire.fleet.search import FleetSearch
 from quire.fleet.shared import Shared
 from quire.fleet.spans import span_of
 from quire.fleet.stream import NumberedStream
+from quire.fleet.wire import EncodeCall, EncodedPrompt, Images, read_encoded
 from quire.fleet.work import Assignment, Work
 from quire.frontend.jobs import GenerationJob
 
@@ -87,6 +89,28 @@ class Placer:
                 attempts.lost(link)
                 cause = Cause("lost", link.url)
                 shared.metrics.count("resumed", "lost")
+            except Refused as refusal:
+                attempts.refused(link, refusal)
+
+    async def encode(self, images: Images) -> EncodedPrompt:
+        """Return the tokens of a prompt with images. Raises ApiError like `place`.
+
+        The same replica makes them for the same images, since it keeps their rows for a while.
+        """
+        shared = self._shared
+        attempts, digest = Attempts(shared.roster, shared.config.patience), blake2b(digest_size=16)
+        for url in images.urls:
+            digest.update(url.encode())
+        while True:
+            links = [link for link in shared.roster.serving() if link not in attempts.passed_over]
+            if not links:
+                await attempts.found_none(NoReplica("no replica is there to read the images"))
+                continue
+            link = max(links, key=lambda one: blake2b(one.url.encode(), key=digest.digest()).digest())
+            try:
+                return await link.ask("/fleet/images", EncodeCall(images=images), read_encoded)
+            except LinkLost:
+                attempts.lost(link)
             except Refused as refusal:
                 attempts.refused(link, refusal)
 

@@ -34,7 +34,20 @@ from quire.fleet.report import Report
 from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
-from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
+from quire.fleet.wire import (
+    BEAT,
+    PROTOCOL,
+    Call,
+    EncodeCall,
+    Hello,
+    Images,
+    SearchCall,
+    WireError,
+    dumps,
+    loads,
+    read,
+    wire_digest,
+)
 from quire.frontend.disk_cache import block_memory, prefetch_of
 from quire.frontend.jobs import EngineStep
 from quire.frontend.llm import LLM
@@ -43,7 +56,7 @@ from quire.frontend.model_fingerprint import lora_digests, replica_fingerprint, 
 from quire.frontend.request_factory import RequestOptions, TokenizedPrompt
 from quire.frontend.requests import Made
 from quire.models.files import SETTINGS, TEMPLATE, TOKENIZER
-from quire.request import Task
+from quire.request import ImageRows, Task
 from quire.sandbox.grammar import Spec
 from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.service import Service
@@ -103,6 +116,7 @@ class Replica:
             ("/abort", "POST", self._abort),
             ("/search", "POST", self._search),
             ("/match", "POST", self._match),
+            ("/images", "POST", self._encode),
             ("/blocks", "POST", self._blocks),
             ("/state", "GET", self._report),
             ("/drain", "POST", self._drain),
@@ -159,7 +173,7 @@ class Replica:
         self._check_open()
         # Before the cost of compiling a grammar.
         self._engine_client.check_room(call.sampling.n if call.sample is None else 1)
-        prompts = await self._made(call)
+        prompts = await self._made(request, call)
         self._check_open()  # again: making the requests may have taken long
         uncached = {} if call.uncached is None else {one.id: call.uncached for _, found in prompts for one in found}
         flow = Flow(session, call.flow, prompts, partial(self._reporter.uncached.update, uncached))
@@ -201,7 +215,7 @@ class Replica:
     async def _match(self, request: HttpRequest) -> Response:
         """Report the number of cached tokens of a prompt, for models where the index of one group does not show it."""
         _, call = await self._called(request, Call)
-        [one] = [requests[0] for _, requests in await self._made(replace(call, grammar=None))]
+        [one] = [requests[0] for _, requests in await self._made(request, replace(call, grammar=None))]
 
         def look() -> dict[str, int]:
             self._llm.engine.bind_lora(one)
@@ -211,6 +225,23 @@ class Replica:
             return {"cached": cached, "stored": max(cached, stored)}
 
         return JsonBody(await self._engine_client.llm.call(look))
+
+    async def _encode(self, request: HttpRequest) -> Response:
+        """Report the tokens of a prompt with images, and the digests of the images."""
+        _, call = await self._called(request, EncodeCall)
+        tokens, rows = await self._encoded(request, call.images)
+        starts = [(at, digest.hex()) for at, digest in rows.starts]
+        return JsonBody({"tokens": tokens, "placeholder": rows.placeholder, "starts": starts})
+
+    async def _encoded(self, request: HttpRequest, images: Images) -> tuple[list[int], ImageRows]:
+        """Return the tokens of a prompt with images, and its rows. Raises ApiError."""
+        try:
+            found = await self._service.encode_images(request, images.text, images.urls)
+        except RequestError as error:
+            raise ApiError(str(error), param="messages") from error
+        if found.images is None:
+            raise ApiError("images has no image; it must have one", code="bad_message")
+        return found.tokens, found.images
 
     async def _blocks(self, request: HttpRequest) -> Response:
         """Send blocks to another replica."""
@@ -247,10 +278,16 @@ class Replica:
         except WireError as error:
             raise ApiError(str(error), code="bad_message") from error
 
-    async def _made(self, call: Call) -> list[Made]:
-        """Return the requests of a call."""
+    async def _made(self, request: HttpRequest, call: Call) -> list[Made]:
+        """Return the requests of a call. Its images are computed here. Raises ApiError if they give other tokens."""
         name = self._unique(call.name)
         factory, prompt = self._service.factory, TokenizedPrompt(None, call.prompt)
+        if call.images is not None:
+            tokens, rows = await self._encoded(request, call.images)
+            if tokens != call.prompt:
+                message = f"the images give {len(tokens)} tokens here, not the {len(call.prompt)} of the call"
+                raise ApiError(message, HTTPStatus.CONFLICT, code="other_tokens")
+            prompt = prompt._replace(images=rows)
         options = RequestOptions(call.priority, call.salt, call.lora, call.retention)
         if call.task is Task.EMBED:
             return [factory.embedding(name, prompt, options)]
@@ -260,15 +297,15 @@ class Replica:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob
             requests[0].is_strict = call.is_strict
-        for request in requests:
-            request.holder = call.holder
+        for one in requests:
+            one.holder = call.holder
         if call.grammar is not None:
             try:
                 guide = await self._service.compiled(call.salt, Spec(*call.grammar), call.grammar[0])
             except RequestError as error:
                 raise ApiError(str(error), code="bad_grammar") from error
-            for request in requests:
-                request.guide = guide.copy()
+            for one in requests:
+                one.guide = guide.copy()
         if call.delivered and call.grammar is not None:  # a guide is slow to replay tokens
             await asyncio.to_thread(requests[0].resume, call.delivered, call.num_checked)
         elif call.delivered:
@@ -328,6 +365,7 @@ class Replica:
             block_size=self._manager.block_size,
             salt=self._manager.lookup.salt + self._manager.lookup.weights,
             has_windows=self._manager.frees_early,
+            no_images=self._service.why_no_images(),
             loras=lora_digests(self._llm),
         )
 

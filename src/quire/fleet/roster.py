@@ -75,6 +75,10 @@ class Roster:
         """Return the replica with that slot in the index; None if it has left the fleet."""
         return next((link for link in self.links.values() if link.slot == slot), None)
 
+    def serving(self) -> list[Link]:
+        """Return the replicas that can be called and have the gateway's model, with its weights."""
+        return [link for link in self.links.values() if link.is_up and self.is_fitting(link)]
+
     def is_fitting(self, link: Link) -> bool:
         """Return whether a replica has answered and has the gateway's model, with its weights."""
         return link.url in self._fitting

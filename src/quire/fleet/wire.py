@@ -18,7 +18,7 @@ from quire.errors import QuireError, RequestError, check_integer
 from quire.models.pooling_config import PoolingConfig
 from quire.request import FinishReason, Holder, Retention, SamplingParams, Task
 
-PROTOCOL = 4  # both ends must have the same version
+PROTOCOL = 5  # both ends must have the same version
 BEAT = 0.25  # s, the longest time between two lines of a replica
 SILENCE = 1.5  # s without a line after which a replica counts as hung
 # Kinds of block events: stored, removed, all removed; stored on the disk, removed from it.
@@ -104,6 +104,52 @@ class Call:
     trace: str | None = None  # the gateway's span, as a W3C traceparent
     holder: Holder | None = None  # another replica that has the first blocks, with the same fingerprint
     retention: Retention | None = None  # see Request
+    images: Images | None = None  # of the prompt; None: it has none
+
+
+class Images(NamedTuple):
+    """A rendered text with a mark for each image, and the images, from which a replica makes tokens and rows."""
+
+    text: str
+    urls: list[str]  # data URLs
+
+
+def _images(found: Any) -> Images:
+    """Return images from JSON. Raises WireError unless they are a text and data URLs: a path would name a file here."""
+    is_pair = isinstance(found, list) and [*map(type, found)] == [str, list] and found[1]
+    if not is_pair or not all(isinstance(url, str) and url.startswith("data:") for url in found[1]):
+        raise WireError(f"images is {shown(found)}; it must be a text and a list of data URLs")
+    return Images(*found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeCall:
+    """A prompt with images whose tokens are wanted."""
+
+    images: Images
+
+
+class EncodedPrompt(NamedTuple):
+    """The tokens of a prompt with images, as a replica reports them."""
+
+    tokens: list[int]
+    placeholder: int  # the token that each row of an image has
+    starts: list[tuple[int, bytes]]  # see ImageRows
+
+
+def read_encoded(answer: Mapping[str, Any]) -> EncodedPrompt:
+    """Return the tokens that a replica reports. Raises WireError for invalid ones."""
+    try:
+        found = EncodedPrompt(answer["tokens"], answer["placeholder"], [])
+        found.starts.extend((at, bytes.fromhex(digest)) for at, digest in answer["starts"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"a prompt with images is {shown(answer)}; it must have tokens and starts of images") from error
+    numbers, places = [*found.tokens, found.placeholder], [at for at, _ in found.starts]
+    if {*map(type, [*numbers, *places])} != {int} or min(numbers) < 0 or places != sorted({*places}):
+        raise WireError(f"a prompt with images is {shown(answer)}; its tokens and starts must be ascending integers")
+    if not places or places[0] < 0 or any(found.tokens[at : at + 1] != [found.placeholder] for at in places):
+        raise WireError(f"a prompt with images is {shown(answer)}; an image must start at a placeholder")
+    return found
 
 
 def _holder(found: Any) -> Holder:
@@ -140,7 +186,14 @@ def _sampling(found: Mapping[str, Any]) -> SamplingParams:
 
 # Fields of messages that have no JSON type.
 MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {"sampling": _sampling, "task": Task, "grammar": tuple, "holder": _holder, "retention": _retention}
+    {
+        "sampling": _sampling,
+        "task": Task,
+        "grammar": tuple,
+        "holder": _holder,
+        "retention": _retention,
+        "images": _images,
+    }
 )
 
 
@@ -181,6 +234,7 @@ class Hello:
     has_windows: bool  # if true, only the replica knows how much of a prompt is cached
     loras: dict[str, str] = field(default_factory=dict)  # digests of the adapters' weights, by name
     pooling: dict[str, Any] = field(default_factory=dict)  # see PoolingConfig
+    no_images: str | None = "this model is served for text alone"  # why it reads no images; None: it does
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "hidden_size", "max_samples", "block_size"):
@@ -202,6 +256,8 @@ class Hello:
             raise WireError(f"default_sampling is {shown(self.default_sampling)}; {error}") from error
         if not isinstance(self.loras, dict) or not {*map(type, (*self.loras, *self.loras.values()))} <= {str}:
             raise WireError(f"loras is {shown(self.loras)}; it must be an object of names and digests")
+        if self.no_images is not None and not isinstance(self.no_images, str):
+            raise WireError(f"no_images is {shown(self.no_images)}; it must be a text, or null")
         if not isinstance(self.has_windows, bool):
             raise WireError(f"has_windows is {self.has_windows!r}; it must be true or false")
 

@@ -21,7 +21,7 @@ from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
 from quire.frontend.jobs import GenerationJob
 from quire.frontend.outputs import Logprob, RequestOutput
 from quire.frontend.requests import seed_of
-from quire.request import FinishReason, PrefixReport, Request
+from quire.request import FinishReason, ImageRows, PrefixReport, Request
 from quire.sandbox.grammar import Spec
 
 if TYPE_CHECKING:  # its packages are an extra
@@ -134,7 +134,7 @@ class Work:
 
     def tokens(self, samples: Sequence[int]) -> array[int]:
         """Return the common tokens that must be computed before these samples can continue."""
-        prompt = array("i", self.output.prompt_token_ids)
+        prompt = self.requests[0].tokens[: len(self.output.prompt_token_ids)]  # with the ids of image rows
         return prompt + array("i", self.ledgers[samples[0]].tokens) if len(samples) == 1 else prompt
 
     def digests(self, samples: Sequence[int], hello: Hello, secret: bytes) -> list[int]:
@@ -143,7 +143,7 @@ class Work:
         kind = (hello.salt, hello.block_size, len(tokens) if len(samples) == 1 else -1, samples[0])
         if kind not in self._digests:
             first = self.requests[0]
-            self._digests = {kind: wire_digests(tokens, first.cache_salt, first.lora, hello, secret)}
+            self._digests = {kind: wire_digests(tokens, first.cache_salt, first.lora, hello, secret, first.images)}
         return self._digests[kind]
 
     def begin(self, fingerprint: str) -> None:
@@ -170,6 +170,7 @@ class Work:
             retention=request.retention,
             grammar=(guide.spec.kind, guide.spec.text) if isinstance(guide, FarGuide) else None,
             trace=trace,
+            images=None if request.images is None else request.images.values,
         )
         if self.is_untouched and len(samples) == len(self.ledgers):
             return call
@@ -218,11 +219,17 @@ class Work:
                 one.finish_reason = reason.value
 
 
-def wire_digests(tokens: array[int], salt: str, lora: str | None, hello: Hello, secret: bytes) -> list[int]:
-    """Return the digests of the full blocks of these tokens as in the replica's events. salt, lora: the request's."""
+def wire_digests(
+    tokens: array[int], salt: str, lora: str | None, hello: Hello, secret: bytes, images: ImageRows | None = None
+) -> list[int]:
+    """Return the digests of the full blocks of these tokens as in the replica's events.
+
+    salt, lora, images: the request's.
+    """
     lora_digest = "" if lora is None else hello.loras.get(lora, "")
     size, parent, found = hello.block_size, root_digest(root_salt(hello.salt, salt, lora_digest)), []
     for start in range(0, len(tokens) - size + 1, size):
-        parent = block_digest(parent, tokens[start : start + size].tobytes())
+        begun = b"" if images is None else images.begun_in(start, start + size)
+        parent = block_digest(parent, tokens[start : start + size].tobytes() + begun)
         found.append(wire_digest(parent, secret))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 import threading
 from base64 import b64decode
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from quire.errors import MissingPackage, ModelError, RequestError, check_installed
 from quire.models.images import EncodedImage, ImageEncoder
 from quire.request import ImageRows, ImageTurns
-from quire.sandbox.images import MAX_BYTES, MAX_PIXELS, ImageDecoder
+from quire.sandbox.images import MAX_PIXELS, ImageDecoder, read_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,8 +60,7 @@ class PromptImages:
         Raises:
             RequestError: an image is invalid, or the number of marks differs from that of images.
         """
-        if len(sources) > MAX_IMAGES:
-            raise RequestError(f"a prompt has {len(sources)} images; it may have at most {MAX_IMAGES}")
+        check_count(len(sources))
         try:
             images = [self._image(source) for source in sources]
         except MissingPackage as error:
@@ -90,10 +88,9 @@ class PromptImages:
             )
         digests = [_digest(part) for part in parts]
         counts = [len(part.values) for part in parts]
-        ids = np.concatenate([_ids(digest, count) for digest, count in zip(digests, counts, strict=True)])
         first = positions[np.cumsum([0, *counts[:-1]])].tolist()
-        turns = _turns(len(tokens), positions, parts)
-        return tokens, ImageRows(positions, ids, list(zip(first, digests, strict=True)), values, turns)
+        rows = image_rows(tokens, self._encoder.placeholder, list(zip(first, digests, strict=True)))
+        return tokens, rows._replace(values=values, turns=_turns(len(tokens), positions, parts))
 
     def close(self) -> None:
         """End the process that decodes."""
@@ -114,7 +111,7 @@ class PromptImages:
         if isinstance(source, str) and source.startswith("data:"):
             return self._decoder.decode(_data(source))
         if isinstance(source, (str, Path)) and "://" not in str(source):
-            return self._decoder.decode(_file(Path(source)))
+            return self._decoder.decode(read_file(Path(source)))
         raise RequestError(f"an image is {str(source)[:80]!r}; give a path, a data URL or an image of Pillow")
 
     def _encoded(self, encoder: ImageEncoder, image: Image, is_alone: bool) -> EncodedImage:
@@ -127,6 +124,26 @@ class PromptImages:
         while sum(one.values.nbytes for one in self._rows.values()) > CACHE_BYTES and len(self._rows) > 1:
             self._rows.popitem(last=False)
         return rows
+
+
+def image_rows(tokens: Sequence[int], placeholder: int, starts: Sequence[tuple[int, bytes]]) -> ImageRows:
+    """Return the rows of images in a prompt, without their values.
+
+    Args:
+        tokens: the prompt, with placeholders.
+        placeholder: the token in place of each row.
+        starts: of each image, the position of its first row and the digest of its rows.
+    """
+    [positions] = np.nonzero(np.array(tokens) == placeholder)
+    bounds = [*positions.searchsorted([first for first, _ in starts]), len(positions)]
+    ids = [_ids(digest, int(end - start)) for (_, digest), start, end in zip(starts, bounds, bounds[1:], strict=False)]
+    return ImageRows(positions, np.concatenate(ids), starts, None, None, placeholder)
+
+
+def check_count(count: int) -> None:
+    """Raise RequestError if a prompt has this many images, and may not."""
+    if count > MAX_IMAGES:
+        raise RequestError(f"a prompt has {count} images; it may have at most {MAX_IMAGES}")
 
 
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], list[Source]]:
@@ -166,17 +183,6 @@ def _source(part: Mapping[str, Any], place: str) -> Source:
     if key == "image_url" and not str(found).startswith("data:"):  # clients' messages must not name files
         raise RequestError(f"{place}.{key} is {str(found)[:80]!r}; it must be a data URL")
     return found  # type: ignore[no-any-return]  # checked when it is read
-
-
-def _file(path: Path) -> bytes:
-    """Return the bytes of a file, or of its beginning if it is longer than an image may be."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise RequestError(f"the image {str(path)[:200]!r} is no regular file")
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"the image {str(path)[:200]!r} cannot be read: {error}") from error
 
 
 def _data(url: str) -> bytes:

@@ -29,10 +29,12 @@ to give the same fingerprint. Or it is left out, since no token, logprob or dige
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import torch
@@ -50,8 +52,9 @@ from quire.ops import Backend
 
 log = logging.getLogger("quire")
 
-NOT_IN_RECEIPTS = ("adapters", "block_size", "cache salt", "pooling", "weights version")
+NOT_IN_RECEIPTS = ("adapters", "block_size", "cache salt", "images", "pooling", "weights version")
 LIBRARIES = ("tokenizers", "llguidance")  # they tokenize texts and constrain the next token
+IMAGE_LIBRARIES = ("pillow", "torchvision", "transformers")  # they decode, resize and encode images
 
 
 class Loaded(Protocol):
@@ -145,7 +148,19 @@ def _text_parts(llm: Loaded, template: str | None) -> dict[str, str]:
         "pooling": short_digest(json.dumps(asdict(llm.decoder.pooler.config), sort_keys=True).encode()),
         "end tokens": short_digest(repr(sorted(llm.decoder.eos_token_ids)).encode()),
         **{library: library_version(library) for library in LIBRARIES},
+        **_images_part(llm.files),
     }
+
+
+def _images_part(files: Files) -> dict[str, str]:
+    """Return the part for the rows of images; nothing if the checkpoint has no processor."""
+    parts = [path.read_bytes() for path in sorted(files.path.glob("*processor_config.json"))]
+    if not parts:
+        return {}
+    for library in IMAGE_LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            parts.append(f"{library} {version(library)}".encode())
+    return {"images": short_digest(b"\0".join(parts))}
 
 
 def receipts_fingerprint(llm: Loaded) -> Fingerprint:

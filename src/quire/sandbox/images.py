@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,3 +58,19 @@ class ImageDecoder:
     def close(self) -> None:
         """End the process."""
         self._sandbox.close()
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of an image's file. Raises RequestError if it is no regular file, or longer than MAX_BYTES."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise RequestError(f"the image {str(path)[:200]!r} is no regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except RequestError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RequestError(f"the image {str(path)[:200]!r} cannot be read: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"the image {str(path)[:200]!r} has more than {MAX_BYTES:,} bytes, which is the most")
+    return data

@@ -47,6 +47,8 @@ from quire.server.api.pull import Puller
 from quire.server.api.service import ServedModel, Service
 from quire.server.batch.routes import routers as batch_routers
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
+from quire.server.http.hosts import media_domains
+from quire.server.http.image_fetcher import ImageFetcher
 from quire.server.observability import inspector
 from quire.server.observability.inspector import Inspector
 from quire.server.observability.statistics import Statistics
@@ -247,6 +249,8 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig, join_fleet: JoinFl
     )
     service = Service(model, engine_client, config, traces, Puller() if config.allow_pull else None)
     service.factory.images = llm.factory.images
+    if config.allowed_media_domains:
+        service.fetcher = ImageFetcher(media_domains(config.allowed_media_domains))
     member = None
     if config.fleet_secret and join_fleet is not None:
         member = join_fleet(llm, engine_client, service, metrics, config.fleet_secret)

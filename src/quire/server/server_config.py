@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from quire.config import LOGS, SCHEDULING, check_options, option, parse_loras
 from quire.errors import ConfigError
-from quire.server.http.hosts import check_allowed
+from quire.server.http.hosts import check_allowed, media_domains
 from quire.server.http.tls import server_context
 from quire.server.logs import FORMATS
 
@@ -218,6 +218,12 @@ class ServerConfig(HttpConfig):
         "Let clients download models from the hub into its cache, by Ollama's /api/pull.",
         group=ACCESS,
     )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Host from which images at http and https addresses are fetched, or several with commas; may be repeated. "
+        "Default: none, and an image is given as a data URL.",
+        group=ACCESS,
+    )
     chat_template: Path | None = option(
         None, "Jinja file of a chat template, instead of the model's own.", group=ANSWERS
     )
@@ -248,6 +254,7 @@ class ServerConfig(HttpConfig):
         check_texts("served_model_name", self.served_model_name)
         if taken := parse_loras(self.lora).keys() & {*self.served_model_name}:
             raise ConfigError(f"lora has the name {min(taken)!r}, which is the model's own; choose another")
+        media_domains(self.allowed_media_domains)
         if self.allow_pull and not self.ollama:
             raise ConfigError("allow_pull is for /api/pull, one of Ollama's routes; it goes with ollama, so give both")
         if self.allow_lora_loading and self.fleet_secret is not None:

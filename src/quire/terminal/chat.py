@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import mimetypes
+import shlex
 import signal
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.errors import QuireError
+from quire.sandbox.images import read_file
 from quire.terminal.display import DIM, shown
 from quire.terminal.partner import Message, Partner, TooLong
 from quire.terminal.reading import QUOTES, Reader
@@ -35,10 +40,12 @@ class Chat:
     markdown: bool  # whether to render answers as markdown, if the terminal can
     system: str = ""  # the system message; empty: none
     messages: list[Message] = field(default_factory=list)  # the conversation without the system message
+    images: list[dict[str, Any]] = field(default_factory=list)  # parts of the next message
     num_new_tokens: int = 0
 
     COMMANDS: ClassVar[dict[str, tuple[str, str]]] = {  # argument and description of each
         "/system": (" TEXT", "set the system message; without TEXT show it"),
+        "/image": (" PATH", "add an image to the next message; without PATH forget those that were added"),
         "/clear": ("", "forget the conversation, except the system message"),
         "/stats": ("", "show the tokens and times of the last answer"),
         "/help": ("", "show this"),
@@ -86,10 +93,12 @@ class Chat:
     def answer(self, text: str) -> None:
         """Answer a message. Ctrl-C ends the answer early, and its text so far stays in the conversation.
 
-        Raises QuireError if the message cannot be answered. Then neither the message nor a partial answer becomes part
-        of the conversation.
+        Raises QuireError if the message cannot be answered. Then neither the message, with its images, nor a partial
+        answer becomes part of the conversation.
         """
-        self.messages.append({"role": "user", "content": text})
+        images, self.images = self.images, []
+        content = [*images, {"type": "text", "text": text}] if images else text
+        self.messages.append({"role": "user", "content": content})
         try:
             said = self._shown()
         except BaseException:
@@ -139,6 +148,7 @@ class Chat:
     def _obey(self, name: str, rest: str) -> None:
         obey: dict[str, Callable[[str], None]] = {
             "/system": self._set_system,
+            "/image": self._add_images,
             "/clear": self._clear,
             "/stats": self._show_stats,
             "/help": self._help,
@@ -158,8 +168,23 @@ class Chat:
         else:
             self.note(self.system or "There is no system message.")
 
+    def _add_images(self, text: str) -> None:
+        try:
+            words = [text] if Path(text).is_file() else shlex.split(text)  # a path with spaces, or as a shell reads it
+            paths = [Path(word).expanduser() for word in words]
+        except (OSError, ValueError, RuntimeError) as error:
+            raise QuireError(f"{text[:80]!r} is no path: {error}; quote it as in a shell") from error
+        for path in paths:
+            kind = mimetypes.guess_type(path.name)[0] or "image/png"
+            url = f"data:{kind};base64,{b64encode(read_file(path)).decode()}"
+            self.images.append({"type": "image_url", "image_url": {"url": url}})
+        if not paths:
+            self.images.clear()
+        self.note(f"The next message has {len(self.images) or 'no'} image{'' if len(self.images) == 1 else 's'}.")
+
     def _clear(self, _: str) -> None:
         self.messages.clear()
+        self.images.clear()
         self.note("The conversation is forgotten.")
 
     def _show_stats(self, _: str) -> None:

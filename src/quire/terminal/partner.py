@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.frontend.llm import LLM
     from quire.server.tools.parser import AnswerParser
 
-Message = dict[str, str]  # role and content
+Message = dict[str, Any]  # role and content: a text, or a list of images and a text
 LEAST_ROOM = 256  # tokens that an answer should have room for, or a quarter of the longest sequence
 TOO_LONG = "context_length_exceeded"  # an error's code
 
@@ -117,19 +117,26 @@ class OwnModel:
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
         """Yield the answer. Without a template, continue the last message as plain text."""
+        from quire.frontend.images import split_images
+
         self._is_stopped = False
         usage = self.usage = Usage(time.monotonic())
+        marked, images = split_images(messages)
         if self._template is None:
+            if images:
+                raise QuireError("this model has no chat template, so it takes no images; --chat-template gives it one")
             text = messages[-1]["content"]
-            tokens = self._tokenizer.encode(text)
+            prompt: Any = self._tokenizer.encode(text)
         else:
-            text = self._template.render(messages)
-            tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        self._check_room(len(tokens), len(messages))
-        usage.prompt_tokens = len(tokens)
+            text = self._template.render(marked)
+            prompt = self._tokenizer.encode(text, add_special_tokens=False)
+        if images:
+            prompt = {"prompt": text, "multi_modal_data": {"image": images}}
+        usage.prompt_tokens = len(self._llm.factory.tokenize(prompt).tokens)
+        self._check_room(usage.prompt_tokens, len(messages))
         parser = self._parser(text)
         shown = 0
-        for output in self._llm.stream(tokens, self._sampling, lora=self._lora):
+        for output in self._llm.stream(prompt, self._sampling, lora=self._lora):
             sample = output.outputs[0]
             if len(sample.token_ids) > usage.new_tokens:
                 usage.see()

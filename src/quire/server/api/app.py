@@ -268,7 +268,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
     # HEAD is how the command `ollama` looks for its server.
     @app.api_route("/", methods=["GET", "HEAD"], response_class=Response, include_in_schema=False)
     async def start(request: HttpRequest) -> Response:
-        return start_page(request, service.model, bool(service.config.keys))
+        return start_page(request, service.model, bool(service.config.keys), service.why_no_images() is None)
 
     @app.get("/version", response_model=None, responses=openapi.answer(Version, "Quire's version"))
     async def version() -> Version:

@@ -60,18 +60,25 @@ async def conversation(
 
 
 def _images(service: Service, messages: Sequence[Message]) -> list[str]:
-    """Return the data URLs of all images. Raises ApiError for others: a client must not name files of the server."""
+    """Return the URLs of all images. Raises ApiError if a client may not give one: it must not name files here."""
     urls: list[str] = []
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part["type"] == "text":
                 continue
             place, url = f"messages[{i}].content[{j}]", part["image_url"]["url"]
-            if isinstance(service.factory.images, str):
-                raise ApiError(f"{place} is an image, and {service.factory.images}", param="messages")
+            if (why := service.why_no_images()) is not None:
+                raise ApiError(f"{place} is an image, and {why}", param="messages")
             if not url.startswith("data:"):
-                why = f"{place} has the URL {shown(url)}; an image is given as a data URL: data:image/png;base64,..."
-                raise ApiError(why, param="messages")
+                if service.fetcher is None:
+                    why = (
+                        f"{place} has the URL {shown(url)}; an image is given as a data URL: data:image/png;base64,..."
+                    )
+                    raise ApiError(why, param="messages")
+                try:
+                    service.fetcher.check(url)
+                except RequestError as error:
+                    raise ApiError(f"{place}: {error}", param="messages") from error
             urls.append(url)
     return urls
 

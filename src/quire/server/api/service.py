@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.errors import BadValue, RequestError
+from quire.frontend.images import check_count
 from quire.frontend.jobs import GenerationJob, Job
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.request_factory import RequestFactory, RequestOptions, TokenizedPrompt
@@ -36,8 +37,9 @@ from quire.server.api.pull import Puller
 from quire.server.http.access import ID, TOKENS
 from quire.server.http.api_error import ApiError, api_error, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
-from quire.server.http.bounded_executor import BoundedExecutor
+from quire.server.http.bounded_executor import BoundedExecutor, Lane
 from quire.server.http.guard import client_of
+from quire.server.http.image_fetcher import ImageFetcher
 from quire.server.http.sse import noticing_disconnect
 from quire.server.protocol.answers import FINGERPRINT_SIZE, LOWEST_LOGPROB
 from quire.server.protocol.body import Body
@@ -55,6 +57,7 @@ log = logging.getLogger("quire.server")
 T = TypeVar("T")
 MAX_LOGPROBS = 2**19  # in one request: about a hundred bytes each in memory, and the same in the answer
 MAX_GRAMMARS = 64  # of one client that wait to be compiled
+MAX_FETCHING = 8  # prompts whose images are fetched at a time
 MAX_QUICK_GRAMMARS = 2  # threads that parse grammars and compile quick ones
 MAX_LONG_TEXTS = 2  # threads that tokenize long texts
 LONG_TEXT = 4096  # characters or tokens above which a text is tokenized on another thread
@@ -98,6 +101,7 @@ class Service:
     traces: Traces | None = None
     puller: Puller | None = None  # None: clients may not download models
     derived: DerivedModels | None = None  # None: there is no data directory to keep them in
+    fetcher: ImageFetcher | None = None  # None: clients may not give addresses of images
     draining: bool = False  # running requests are finished, further ones are not wanted
     ready_asked: float = -math.inf  # time.monotonic() of the last request of /ready
     created: int = field(default_factory=lambda: int(time.time()))
@@ -107,6 +111,7 @@ class Service:
     _texts: BoundedExecutor = field(init=False)
     _templates: BoundedExecutor = field(init=False)
     _images: BoundedExecutor = field(init=False)
+    _image_files: Lane = field(init=False)
 
     def __post_init__(self) -> None:
         model = self.model
@@ -118,6 +123,7 @@ class Service:
         self._texts = BoundedExecutor("text", MAX_LONG_TEXTS, most)
         self._templates = BoundedExecutor("template", MAX_TEMPLATES, most)
         self._images = BoundedExecutor("image", 1, most)  # the encoder takes one after the other
+        self._image_files = Lane("image files", MAX_FETCHING, most)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -125,6 +131,10 @@ class Service:
         if self.model.tokenizer is None:
             raise RequestError("this model has no tokenizer, so it takes and gives token ids only", "prompt")
         return self.model.tokenizer
+
+    def why_no_images(self) -> str | None:
+        """Return the reason why no images are read; None: they are."""
+        return self.factory.images if isinstance(self.factory.images, str) else None
 
     def tokenizer_info(self) -> TokenizerInfo:
         """Return the tokenizer's properties that a client needs to process texts as this server does, as in vLLM.
@@ -209,9 +219,17 @@ class Service:
         return TokenizedPrompt(text, await self.run_tokenization(request, len(text), function))
 
     async def encode_images(self, request: HttpRequest, text: str, urls: Sequence[str]) -> TokenizedPrompt:
-        """Tokenize a rendered text with a mark for each image. Raises RequestError for one that is invalid."""
-        function = partial(self.factory.with_images, text, urls)
-        return await self._images.run(client_of(request), function, len(text) + sum(map(len, urls)))
+        """Tokenize a rendered text with a mark for each image. Raises RequestError for one that is invalid.
+
+        urls: data URLs, and those that the fetcher's `check` accepts.
+        """
+        check_count(len(urls))
+        client, size, files = client_of(request), len(text) + sum(map(len, urls)), dict[str, bytes]()
+        if self.fetcher is not None and (addresses := [url for url in urls if not url.startswith("data:")]):
+            async with self._image_files.slot(client, size):
+                files = await self.fetcher.fetch(addresses)
+        function = partial(self.factory.with_images, text, [files.get(url, url) for url in urls])
+        return await self._images.run(client, function, size + sum(map(len, files.values())))
 
     async def render(self, request: HttpRequest, render: Callable[[], str], size: int) -> str:
         """Render a conversation of `size` characters. Raises RequestError if the template refuses it."""
@@ -371,6 +389,8 @@ class Service:
         for executor in (self.compilers, self._quick_grammars, self._texts, self._templates, self._images):
             executor.close()
         self.factory.close()
+        if self.fetcher is not None:
+            self.fetcher.close()
         if self.model.template is not None:
             self.model.template.close()
         if self.puller is not None:

@@ -15,6 +15,7 @@ function clear() {
   asking?.abort(CLEARED);
   turns.length = 0;
   shown = null;
+  takeImages();
   $("messages").replaceChildren();
   $("hello").hidden = false;
   drawCards();
@@ -27,9 +28,9 @@ $("options").addEventListener("submit", event => event.preventDefault());
 $("ask").addEventListener("submit", event => {
   event.preventDefault();
   const text = isChat ? $("prompt").value.trim() : $("prompt").value;
-  if (!text || asking) return;
+  if (!text && !images.length || asking) return;
   $("prompt").value = "";
-  ask(text);
+  ask(text, takeImages());
 });
 $("prompt").addEventListener("keydown", event => {
   if (!isSending(event)) return;

@@ -28,8 +28,8 @@ async function* eventsOf(answer) {
   }
 }
 /** Asks the model for the next answer, and shows it as it grows. */
-async function ask(text) {
-  const limit = +$("most").value || null, turn = new Turn(text, limit), mine = asking = new AbortController();
+async function ask(text, pictures) {
+  const limit = +$("most").value || null, turn = new Turn(text, pictures, limit), mine = asking = new AbortController();
   turns.push(turn);
   $("hello").hidden = true;
   setBusy(true);

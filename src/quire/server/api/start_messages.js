@@ -1,14 +1,15 @@
 "use strict";
-// The conversation: turns of a text and its answer, which are shown here and become messages for the model.
+// The conversation: turns of a text, with images, and its answer, which are shown here and become messages for the model.
 
 const turns = [];
 
 /** A text and its answer. */
 class Turn {
-  constructor(text, limit) {
-    Object.assign(this, { text, limit, reasoning: "", content: "", count: 0, usage: null, end: null, error: null, left: 0 });
+  constructor(text, pictures, limit) {
+    Object.assign(this, { text, pictures, limit, reasoning: "", content: "", count: 0, usage: null, end: null, error: null, left: 0 });
     this.begun = this.first = this.thought = this.last = 0;  // times of the request, its first token, the end of its reasoning, and its last token
-    this.question = make("li", { className: "user" }, make("span", { textContent: text }), this.tools(["Edit", () => this.edit()], copyButton(() => this.text)));
+    const seen = pictures.map(({ name, url }) => make("img", { src: url, alt: name }));
+    this.question = make("li", { className: "user" }, make("div", { className: "pictures", hidden: !seen.length }, ...seen), make("span", { textContent: text, hidden: !text }), this.tools(["Edit", () => this.edit()], copyButton(() => this.text)));
     this.item = make("li", { className: "assistant open" });
     $("messages").append(this.question, this.item);
     scrollDown();
@@ -25,7 +26,8 @@ class Turn {
   get isRefused() { return this.end === "error" && !this.count; }
   messages() {
     const answer = { role: "assistant", content: this.content, ...(this.reasoning ? { reasoning_content: this.reasoning } : {}) };
-    return [{ role: "user", content: this.text }, ...(this.end ? [answer] : [])];
+    const parts = [...this.pictures.map(({ url }) => ({ type: "image_url", image_url: { url } })), ...(this.text ? [{ type: "text", text: this.text }] : [])];
+    return [{ role: "user", content: this.pictures.length ? parts : this.text }, ...(this.end ? [answer] : [])];
   }
   /** Returns the reason why the answer ended where it does; empty: the model ended it. */
   reason() {
@@ -107,7 +109,7 @@ class Turn {
     const before = [...this.question.children], rows = Math.min(12, this.text.split("\n").length + 1);
     const field = make("textarea", { value: this.text, rows, attributes: { "aria-label": "Edited message" } });
     const close = () => this.question.replaceChildren(...before);
-    const send = () => { if (field.value.trim()) repeat(this, isChat ? field.value.trim() : field.value); };
+    const send = () => { if (field.value.trim() || this.pictures.length) repeat(this, isChat ? field.value.trim() : field.value); };
     field.addEventListener("keydown", event => {
       if (event.key === "Escape") close();
       if (!isSending(event)) return;
@@ -123,7 +125,7 @@ const PYTHON = "`````python\n";  // before answers of the embedded model, which 
 function repeat(turn, text) {
   if (asking) return;
   for (const one of turns.splice(turns.indexOf(turn))) { one.question.remove(); one.item.remove(); }
-  ask(text);
+  ask(text, turn.pictures);
 }
 function isAtEnd() { const { scrollHeight, scrollTop, clientHeight } = $("messages"); return scrollHeight - scrollTop - clientHeight < 60; }
 function scrollDown() { $("messages").scrollTop = $("messages").scrollHeight; }

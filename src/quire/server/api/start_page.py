@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent / "start.html"
 LIMIT = 200  # tokens of an answer by a model that would not end it: a user can change it
 
 
-def start_page(request: HttpRequest, model: ServedModel, needs_key: bool) -> Response:
+def start_page(request: HttpRequest, model: ServedModel, needs_key: bool, reads_images: bool) -> Response:
     """Return the start page of a server with this model, or the same information as JSON if HTML is not accepted."""
     name, is_embedded = model.names[0], model.root == EMBEDDED_NAME
     kind = "vectors" if not model.pooling.writes else "text" if model.template is None else "chat"
@@ -35,6 +35,7 @@ def start_page(request: HttpRequest, model: ServedModel, needs_key: bool) -> Res
         "does": "embeds or classifies" if kind == "vectors" else "continues",
         "kind": kind,
         "key": "needed" if needs_key else "",
+        "images": "read" if reads_images and kind == "chat" else "",
         "embedded": "embedded" if is_embedded else "",
         "limit": str(LIMIT) if is_embedded or kind == "text" else "",
     }

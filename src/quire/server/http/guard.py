@@ -77,6 +77,8 @@ class Guard:
         limit, seconds = self._max_body_size, BODY_TIMEOUT
         if scope["path"] == UPLOADS and self._max_file_size:
             limit, seconds = self._max_file_size, UPLOAD_TIMEOUT
+        if scope["path"].startswith(FLEET_PATHS) and self._fleet_keys:
+            limit *= 2  # a body of a gateway's client, and the gateway's own fields
         refusal = self._check_host(scope) or self._check_key(scope) or _check_length(headers, limit)
         if refusal is not None:
             note_refusal(scope, refusal)

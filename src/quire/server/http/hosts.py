@@ -15,6 +15,7 @@ from quire.errors import ConfigError
 ANY = "*"
 LOCAL = "localhost"
 NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # IPv6 addresses are in brackets
+DOMAIN = re.compile(r"(?:[a-z0-9_-]+\.)*[a-z][a-z0-9-]*\.?", re.IGNORECASE)  # no address has letters in its last part
 HEADER = re.compile(rf"({NAME.pattern})(:[0-9]*)?")
 
 
@@ -40,6 +41,21 @@ def check_allowed(hosts: Collection[str]) -> None:
                 f"allowed_hosts has {host!r}; give names or addresses without scheme, port and path, such as "
                 f"'example.org' or '[::1]', or '*' for any"
             )
+
+
+def media_domains(given: Collection[str]) -> frozenset[str]:
+    """Return the hosts of `allowed_media_domains`, in lower case. Raises ConfigError for one that is no name.
+
+    given: names, or several with commas between them.
+    """
+    hosts = [host.strip() for text in given for host in text.split(",")]
+    for host in hosts:
+        if not DOMAIN.fullmatch(host):
+            raise ConfigError(
+                f"allowed_media_domains has {host!r}; give names of hosts, such as 'images.example.org', without "
+                f"scheme, port and path"
+            )
+    return frozenset(map(_plain, hosts))
 
 
 def hosts_to_check(allowed: Collection[str], listens_at: str, has_keys: bool) -> frozenset[str] | None:

@@ -47,8 +47,8 @@ HASH_SIZE = 8  # bytes of a digest that form a block's hash
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Consecutive full blocks became reusable.
 
-    vLLM's optional fields `extra_keys`, `locality` and `ownership` are left out: nothing here has them, and a salt is a
-    secret of its client.
+    vLLM's optional fields `locality` and `ownership` are left out, as nothing here has them. Of its `extra_keys` only
+    images are given, since a salt is a secret of its client.
     """
 
     block_hashes: list[int]
@@ -61,6 +61,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     group_idx: int
     kv_cache_spec_kind: str
     kv_cache_spec_sliding_window: int | None = None
+    # For each block the identifiers of its images, and their starts relative to the block; None: no block has any.
+    extra_keys: list[list[tuple[str, int]] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
@@ -103,6 +105,9 @@ def wire_events(events: Sequence[CacheEvent], groups: Sequence[AnyGroup]) -> lis
             parent = None if event.parent_block_hash is None else wire_hash(event.parent_block_hash)
             hashes, last = [wire_hash(digest) for digest in event.block_hashes], stored.get(event.group)
             if last is not None and last.block_hashes[-1] == parent:
+                if last.extra_keys is not None or event.images is not None:
+                    before = last.extra_keys or [None] * len(last.block_hashes)
+                    last.extra_keys = before + (event.images or [None] * len(hashes))
                 last.block_hashes += hashes
                 last.token_ids += event.token_ids
             else:
@@ -119,13 +124,14 @@ def wire_events(events: Sequence[CacheEvent], groups: Sequence[AnyGroup]) -> lis
                     group_idx=event.group,
                     kv_cache_spec_kind="mamba" if isinstance(group, StateGroup) else attends,  # vLLM's name for states
                     kv_cache_spec_sliding_window=group.window,
+                    extra_keys=event.images,
                 )
                 wire.append(stored[event.group])
         elif isinstance(event, cache.BlockRemoved):
             stored.pop(event.group, None)
-            hashes, before = [wire_hash(digest) for digest in event.block_hashes], wire[-1] if wire else None
-            if isinstance(before, BlockRemoved) and before.group_idx == event.group:
-                before.block_hashes += hashes
+            hashes, previous = [wire_hash(digest) for digest in event.block_hashes], wire[-1] if wire else None
+            if isinstance(previous, BlockRemoved) and previous.group_idx == event.group:
+                previous.block_hashes += hashes
             else:
                 wire.append(BlockRemoved(hashes, MEDIUM, event.group))
         elif isinstance(event, cache.AllBlocksCleared):

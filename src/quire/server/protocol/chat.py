@@ -72,7 +72,7 @@ class TextPart(StrictItem):
 
 
 class ImageUrl(StrictItem):
-    """An image, in a data URL."""
+    """An image, in a data URL or at an address of an allowed host."""
 
     url: ImageData
     detail: NotRequired[Name | None]  # without effect

@@ -76,11 +76,21 @@ class ImageSource(HistoryItem):
     data: ImageData
 
 
+class ImageAddress(HistoryItem):
+    """The address of an image, on an allowed host."""
+
+    type: Literal["url"]
+    url: ImageData
+
+
 class ImageBlock(HistoryItem):
     """An image."""
 
     type: Literal["image"]
-    source: ImageSource
+    source: Annotated[
+        Union[Annotated[ImageSource, Tag("<base64>")], Annotated[ImageAddress, Tag("<url>")]],  # noqa: UP007
+        Discriminator(tag_of),
+    ]
     cache_control: NotRequired[CacheControl | None]
 
 
@@ -275,7 +285,8 @@ def _said(message: InputMessage) -> list[dict[str, Any]]:
         if block["type"] == "text":
             parts.append({"type": "text", "text": block["text"]})
         elif block["type"] == "image":
-            parts.append(image_part(f"data:;base64,{block['source']['data']}"))
+            source = block["source"]
+            parts.append(image_part(source["url"] if source["type"] == "url" else f"data:;base64,{source['data']}"))
         elif block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block["id"], "type": "function", "function": function})

@@ -58,7 +58,7 @@ class InputText(HistoryItem):
 
 
 class InputImage(HistoryItem):
-    """An image, in a data URL."""
+    """An image, in a data URL or at an address of an allowed host."""
 
     type: Literal["input_image"]
     image_url: ImageData

@@ -1,0 +1,65 @@
+"use strict";
+// The images of the next message: dropped, pasted or chosen, and shown until they are sent.
+
+const readsImages = Boolean(document.body.dataset.images);
+const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // those that a server decodes
+const MAX_FILE = 700_000, MAX_SIDE = 2048;  // bytes and pixels above which an image is made smaller, as a body has a limit
+let images = [];                 // {name, url}: data URLs
+
+/** Returns the data URL of a file: of its bytes, or of a smaller JPEG if it has many. Throws if it is no image. */
+async function dataUrl(file) {
+  const bitmap = await createImageBitmap(file), scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+  if (file.size <= MAX_FILE) {
+    return new Promise((done, failed) => { const reader = new FileReader(); reader.onload = () => done(reader.result); reader.onerror = failed; reader.readAsDataURL(file); });
+  }
+  const canvas = make("canvas", { width: Math.max(1, scale * bitmap.width), height: Math.max(1, scale * bitmap.height) }), paper = canvas.getContext("2d");
+  paper.fillStyle = "white";
+  paper.fillRect(0, 0, canvas.width, canvas.height);
+  paper.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.9);
+}
+async function addImages(files) {
+  const refused = [];
+  for (const file of files) {
+    try {
+      if (!TYPES.includes(file.type)) throw new TypeError(file.type);
+      images.push({ name: file.name, url: await dataUrl(file) });
+    } catch { refused.push(file.name); }
+  }
+  put($("refused"), refused.length ? `${refused.join(", ")}: an image is a PNG, JPEG, WebP, GIF or BMP file.` : "");
+  drawImages();
+  $("prompt").focus();
+}
+function drawImages() {
+  $("images").replaceChildren(...images.map(image => {
+    const button = make("button", { type: "button", textContent: "×", attributes: { "aria-label": `Remove ${image.name}` } });
+    button.addEventListener("click", () => { images = images.filter(one => one !== image); drawImages(); });
+    return make("li", {}, make("img", { src: image.url, alt: image.name }), button);
+  }));
+}
+/** Returns the images of the message that is sent, and begins the next one without any. */
+function takeImages() {
+  const taken = images;
+  images = [];
+  put($("refused"), "");
+  drawImages();
+  return taken;
+}
+const hasFiles = event => readsImages && [...event.dataTransfer?.types || []].includes("Files");
+$("choose").hidden = !readsImages;
+$("choose").addEventListener("click", () => $("files").click());
+$("files").addEventListener("change", () => { addImages([...$("files").files]); $("files").value = ""; });
+$("prompt").addEventListener("paste", event => {
+  const files = [...event.clipboardData.files];
+  if (!readsImages || !files.length) return;
+  event.preventDefault();
+  addImages(files);
+});
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  $("talk").addEventListener(kind, event => {
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    $("talk").classList.toggle("dropping", kind === "dragover");
+    if (kind === "drop") addImages([...event.dataTransfer.files]);
+  });
+}
