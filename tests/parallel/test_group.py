@@ -114,6 +114,16 @@ def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
 
 
 @pytest.mark.slow
+def test_processes_use_the_instruction_set_of_the_first(forked: Forks) -> None:
+    plainest = [isa for isa in native.runnable(native.library_path()) if isa != "amx_emulated"][-1]
+    with native.using(plainest), LLM(num_blocks=100) as llm:
+        wanted = answer(llm)
+    with native.using(plainest), LLM(num_blocks=100, tensor_parallel_size=2) as llm:  # ranks that disagree end
+        assert answer(llm) == wanted
+    assert forked.started[0].wait(60) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "exchange"),
     [
