@@ -155,7 +155,7 @@ class KnowingDrafter(HeadDrafter):
         return found
 
 
-def random_head(choice: Own, _: object, model: Decoder, *__: object) -> DraftHead:
+def random_head(choice: Own, _: object, model: Decoder, *rest: Any) -> DraftHead:
     """Return a head of random weights, rounded as others are, whose layer is like the model's last one."""
     config = replace(choice.config, layers=choice.config.layers[-1:], joins_hidden=True, tied_embeddings=False)
     weights: dict[str, Weight] = {}
@@ -165,7 +165,7 @@ def random_head(choice: Own, _: object, model: Decoder, *__: object) -> DraftHea
         weights[name] = ROUNDINGS["int4"].of(numbers, model.dtype, name) if is_matrix else numbers
         if name == "join":
             weights[name] = numbers.to(model.dtype)
-    return DraftHead(config, weights, model)
+    return DraftHead(config, weights, model, rest[-1]())
 
 
 def accepted_speeds(
