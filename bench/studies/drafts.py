@@ -17,8 +17,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import torch
 import typer
@@ -26,8 +29,10 @@ import typer
 from quire.models import EMBEDDED
 from quire.models.eagle import LAYERS
 from quire.ops import native
+from quire.parallel import launch
 from quire_bench.engine.drafts import check
 
+CLONE = str(Path(__file__).parents[2])
 VOCAB_SIZE = 2048  # of the embedded model
 
 
@@ -68,12 +73,27 @@ class Checkpoint(NamedTuple):
     sources: Mapping[str, dict[str, Any]]
 
 
+def of_tests(name: str) -> Any:
+    """Import a module of the clone's tests, which are not typed."""
+    if CLONE not in sys.path:
+        sys.path.insert(0, CLONE)
+    return importlib.import_module(f"tests.{name}")
+
+
+@contextmanager
+def quick_ranks() -> Iterator[None]:
+    """Start ranks as forks of one process that has imported their modules."""
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        of_tests("forks").Spawner(Path(logs)) as forks,
+        mock.patch.object(launch, "Popen", of_tests("parallel.forked").Forks(forks)),
+    ):
+        yield
+
+
 def checkpoint(directory: Path, name: str, weights: str) -> Checkpoint | None:
     """Save a random model of that kind. None if the format of the weights has no such model."""
-    sys.path.insert(0, str(Path(__file__).parents[2]))  # the clone, for its tests, which are not typed
-    checkpoints, heads, writer = (
-        importlib.import_module(f"tests.models.{one}") for one in ("checkpoints", "heads", "gguf.writer")
-    )
+    checkpoints, heads, writer = (of_tests(f"models.{one}") for one in ("checkpoints", "heads", "gguf.writer"))
     kind, path, changes = KINDS[name], directory, dict(KINDS[name].changes)
     if weights == "q4_k":
         if kind.wide is None:
@@ -118,12 +138,11 @@ def main(
 ) -> None:
     """Print a line of JSON for each, and end with status 1 if a request differs."""
     different = 0
-    for each_isa in isa or ["best"]:
-        for name in kind or KINDS:
-            for form in weights or WEIGHTS:
-                for row in checks(name, form, each_isa, processes, requests):
-                    print(json.dumps(row), flush=True)
-                    different += row["different"]
+    with quick_ranks() if processes > 1 else nullcontext():
+        for each_isa, name, form in product(isa or ["best"], kind or KINDS, weights or WEIGHTS):
+            for row in checks(name, form, each_isa, processes, requests):
+                print(json.dumps(row), flush=True)
+                different += row["different"]
     raise typer.Exit(int(different > 0))
 
 
