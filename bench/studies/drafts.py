@@ -12,6 +12,7 @@ weights are GGUF files, whose format has no Mistral with windows, and no head of
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -89,6 +90,7 @@ def quick_ranks() -> Iterator[None]:
         mock.patch.object(launch, "Popen", of_tests("parallel.forked").Forks(forks)),
     ):
         yield
+        gc.collect()  # ends the ranks of engines that are not used any more
 
 
 def checkpoint(directory: Path, name: str, weights: str) -> Checkpoint | None:
