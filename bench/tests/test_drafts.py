@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from quire.models.eagle import LAYERS
 from quire_bench.cli import app
+from tests.models.heads import save_eagle
 
 
 def test_requests_with_drafts_are_those_without(caplog: pytest.LogCaptureFixture) -> None:
@@ -27,6 +30,16 @@ def test_requests_with_drafts_are_those_without(caplog: pytest.LogCaptureFixture
     assert (row["draft"], row["requests"], row["different"], many["different"]) == ("model", 10, 0, 0)
     assert 0 < row["accepted"] < row["draft_tokens"]
     assert "without draft tokens" not in caplog.text
+
+
+def test_requests_with_drafts_of_an_eagle_checkpoint(tmp_path: Path) -> None:
+    save_eagle(tmp_path, hidden_size=256, vocab_size=2048, eagle_config={LAYERS: [0, 2, 4]})
+    arguments = ["drafts", "--check", "20", "--draft", "model", "--draft-model", str(tmp_path), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["requests"], row["different"]) for row in rows] == [(10, 0)] * 2
+    assert rows[0]["draft_tokens"] > 10
 
 
 def test_the_speed_is_that_of_each_source() -> None:

@@ -109,6 +109,16 @@ def test_the_head_in_a_gguf_file_drafts_the_same(tmp_path: Path, kind: str) -> N
     assert drafts_of(files[1]) == drafts_of(files[2]) != found
 
 
+def test_an_output_projection_that_is_quantised_already_is_the_heads(tmp_path: Path) -> None:
+    model = save(tmp_path, "Glm4Moe", hidden_size=64)
+    add_head(tmp_path, "Glm4Moe", 2, model.config.num_hidden_layers)
+    write_gguf(tmp_path, tmp_path / "model.gguf", "Glm4Moe", lambda _: GGMLQuantizationType.Q8_0)
+    made = engine(tmp_path / "model.gguf", num_speculative_tokens=3, draft="head")
+    hidden = torch.randn(9, 64)
+    expected = made.runner.model.logits(hidden).argmax(-1)  # type: ignore[attr-defined]
+    assert torch.equal(drafter_of(made).head.choose(hidden), expected)
+
+
 def reused(made: Engine) -> int:
     """The tokens of a prompt that another run of it finds in the cache."""
     one = Request("again", array("i", PROMPTS[2]), len(PROMPTS[2]), SamplingParams(max_tokens=1))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
@@ -17,45 +15,13 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelError
 from quire.models import eagle
 from quire.request import Request
-from tests.models.checkpoints import TINY, save
+from tests.models.checkpoints import save
+from tests.models.heads import save_eagle
 
 pytestmark = pytest.mark.slow
 
 PROMPTS: list[Any] = [[5, 6, 7, 8] * 5, [9, 3] * 6, list(range(2, 30)), [4]]
-H, Q, KV, V, FEW = 48, 96, 32, 97, 40
-CONFIG = TINY | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": FEW}
-
-
-def save_eagle(directory: Path, changes: dict[str, Any] | None = None, **config: Any) -> dict[str, Tensor]:
-    """A random checkpoint in the published layout. changes: tensors to replace, to add, or to leave out (None)."""
-    torch.manual_seed(2)
-    mid = "midlayer."
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{mid}self_attn.q_proj.weight": (Q, 2 * H),
-        f"{mid}self_attn.k_proj.weight": (KV, 2 * H),
-        f"{mid}self_attn.v_proj.weight": (KV, 2 * H),
-        f"{mid}self_attn.o_proj.weight": (H, Q),
-        f"{mid}mlp.gate_proj.weight": (80, H),
-        f"{mid}mlp.up_proj.weight": (80, H),
-        f"{mid}mlp.down_proj.weight": (H, 80),
-        f"{mid}hidden_norm.weight": (H,),
-        f"{mid}input_layernorm.weight": (H,),
-        f"{mid}post_attention_layernorm.weight": (H,),
-        "norm.weight": (H,),
-        "fc.weight": (H, 3 * H),
-        "lm_head.weight": (FEW, H),
-    }
-    made = {
-        name: torch.randn(shape) * 0.3 if len(shape) > 1 else 1 + torch.randn(shape) * 0.2
-        for name, shape in shapes.items()
-    }
-    frequent = torch.randperm(V)[:FEW].sort().values
-    made |= {"d2t": frequent - torch.arange(FEW), "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, frequent, True)}
-    made = {name: one for name, one in (made | (changes or {})).items() if one is not None}
-    directory.mkdir(exist_ok=True)
-    save_file(made, directory / "model.safetensors", {"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(CONFIG | config))
-    return made
+H = 48
 
 
 def llm(model: Path, draft: Path | None = None, **options: Any) -> LLM:

@@ -12,6 +12,7 @@ import torch
 from quire.config import engine_config
 from quire.engine.engine import Engine, build_engine
 from quire.engine.ranks import end
+from quire.frontend.draft_model import find_draft_model, load_draft_model
 from quire.models import load_model
 from quire.models.files import files_of
 from quire.ops import load
@@ -24,8 +25,9 @@ def on_ranks(directory: Path, size: int, use: Callable[[Engine], T], **options: 
     """What `use` makes of the engine of rank 0; of one rank, of that of the whole model."""
     config = engine_config(**({"num_blocks": 64, "num_speculative_tokens": 0} | options))
     backend = load("cpu")
+    draft = load_draft_model(find_draft_model(config, files_of(directory), None, backend), config, backend)
     if size == 1:
-        return use(build_engine(load_model(directory, config, backend), backend, config))
+        return use(build_engine(load_model(directory, config, backend), backend, config, draft))
     memory = torch.zeros(backend.exchange_bytes(size), dtype=torch.uint8)
     exchanges = [backend.exchange(memory, rank, size) for rank in range(size)]
     errors: list[BaseException] = []
@@ -42,7 +44,7 @@ def on_ranks(directory: Path, size: int, use: Callable[[Engine], T], **options: 
     for thread in threads:
         thread.start()
     try:
-        engine = build_engine(load_model(directory, config, backend, exchanges[0]), backend, config)
+        engine = build_engine(load_model(directory, config, backend, exchanges[0]), backend, config, draft)
         found = use(engine)
         end(exchanges[0])
     except BaseException:

@@ -101,16 +101,29 @@ def forked(forks: Spawner, monkeypatch: pytest.MonkeyPatch) -> Forks:
 
 @pytest.mark.slow
 def test_processes_that_it_starts_itself(wanted: list[Any]) -> None:
-    with LLM(num_blocks=100, tensor_parallel_size=2) as llm:
+    """The first of them drafts with the checkpoint's head."""
+    with LLM(num_blocks=100, tensor_parallel_size=2, draft="head") as llm:
         assert llm.group is not None
         [process] = llm.group.processes
         assert "in each of 2 processes, which exchange numbers through shared memory" in chosen(llm)["threads"]
         assert answer(llm) == wanted
         assert answer(llm) == wanted  # with blocks that are there
         found = further(llm)
+        assert llm.engine.scheduler.speculation is not None
+        assert llm.engine.scheduler.speculation.accepted["head"] > 0
     assert process.poll() == 0
     with LLM(num_blocks=100) as llm:
         assert further(llm) == found
+
+
+@pytest.mark.slow
+def test_processes_use_the_instruction_set_of_the_first(forked: Forks) -> None:
+    plainest = [isa for isa in native.runnable(native.library_path()) if isa != "amx_emulated"][-1]
+    with native.using(plainest), LLM(num_blocks=100) as llm:
+        wanted = answer(llm)
+    with native.using(plainest), LLM(num_blocks=100, tensor_parallel_size=2) as llm:  # ranks that disagree end
+        assert answer(llm) == wanted
+    assert forked.started[0].wait(60) == 0
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from quire.errors import ConfigError
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
+from quire.models.eagle import LAYERS
 from quire.models.sharding import Shard, check_shards
 from quire.ops import native
 from quire.ops.collectives import Communicator, SharedEmbedding, own_share, shares
@@ -32,6 +33,7 @@ from tests.engine.test_graphs import Twin
 from tests.marks import of_long_runs, spread
 from tests.models.checkpoints import save
 from tests.models.gguf import test_models as gguf
+from tests.models.heads import add_head, save_eagle
 from tests.models.quantisation import test_formats, test_fp8, test_mxfp4
 from tests.models.test_families import FAMILIES, VARIANTS
 from tests.parallel.ranks import on_ranks
@@ -141,6 +143,7 @@ def test_rounded_at_load(quantization: str, activations: str) -> None:
         of_long_runs({"num_speculative_tokens": 3}),
         {"num_blocks": 24, "preemption": "swap", "swap_space": "8MiB"},
         {"num_blocks": 24, "num_speculative_tokens": 3},
+        {"num_blocks": 24, "preemption": "swap", "swap_space": "8MiB", "num_speculative_tokens": 3, "draft": "head"},
         of_long_runs({"enable_prefix_caching": False}),
     ],
     ids=str,
@@ -153,6 +156,45 @@ def test_what_the_engine_does(options: dict[str, Any]) -> None:
 
     common = {"num_blocks": 200, "block_size": 4, "max_num_batched_tokens": 64} | options
     assert on_ranks(EMBEDDED, 2, run, **common) == on_ranks(EMBEDDED, 1, run, **common)
+
+
+# Groups of the head between those of windows or before states; joined groups; embeddings that are tied or scaled.
+@pytest.mark.parametrize(
+    ("kind", "draft"),
+    [
+        ("Llama", "head"), ("DeepseekV3", "head"), ("Qwen3_5", "head"),
+        ("Llama", "eagle"), ("Gemma2", "eagle"), ("Lfm2", "eagle"),
+        ("Llama", "model"),
+    ],
+)  # fmt: skip
+def test_drafts_of_the_first_rank(tmp_path: Path, kind: str, draft: str) -> None:
+    """It computes a head and a draft model alone: the drafts are the same, too."""
+    model, options = tmp_path / "model", {"num_speculative_tokens": 3, "draft": draft}
+    saved = save(model, kind, torch.bfloat16, **({"q_lora_rank": 24} if kind == "DeepseekV3" else {}))
+    if draft == "head":
+        add_head(model, kind, saved.config.num_hidden_layers - 1, saved.config.num_hidden_layers)
+    if draft == "eagle":
+        own = {name: getattr(saved.config, name) for name in ("hidden_size", "vocab_size")}
+        save_eagle(tmp_path / "eagle", eagle_config={LAYERS: [0, 1, 2]}, **own)
+    if draft != "head":
+        options |= {"draft": "model", "draft_model": str(model if draft == "model" else tmp_path / "eagle")}
+
+    def run(engine: Engine) -> Any:
+        assert engine.scheduler.speculation is not None
+        [drafter], proposed = engine.scheduler.speculation.drafters, list[Any]()
+        propose = drafter.propose
+
+        def watched(*given: Any) -> Any:
+            proposed.append(propose(*given))
+            return proposed[-1]
+
+        drafter.propose = watched  # type: ignore[method-assign]
+        return answers(engine), proposed
+
+    wanted = on_ranks(model, 1, run, **OPTIONS, **options)
+    assert on_ranks(model, 2, run, **OPTIONS, **options) == wanted
+    assert sum(len(tokens) for drafts in wanted[1] for tokens in drafts) > 3
+    assert wanted[0] == on_ranks(model, 1, answers, **OPTIONS)
 
 
 def test_steps_that_all_ranks_replay(monkeypatch: pytest.MonkeyPatch) -> None:

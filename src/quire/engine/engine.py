@@ -454,7 +454,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
         max_num_batched_tokens=config.most_tokens,
         order=ORDERS[config.scheduling_policy],
     )
-    pools = Pools(num_blocks, num_host_blocks, state_pools)
+    pools = Pools(num_blocks, num_host_blocks, state_pools, model.draft_head is not None)
     if model.exchange is not None:
         model.exchange.send(pack(pools))
     eager = make_runner(Runner if model.exchange is None else LeadingRunner, model, backend, config, pools)
@@ -550,7 +550,7 @@ def make_runner(kind: type[AnyRunner], model: Model, backend: Backend, config: E
     """Create a runner of that kind, with a cache of the given numbers of blocks."""
     groups, block_size = groups_of(model), config.cache.block_size
     kv_dtype = cache_dtype(config.cache, model.dtype)
-    num_blocks, hosts, states = pools
+    num_blocks, hosts, states, all_rows = pools
     specs = [
         group_spec(group, block_size, num_blocks, model.dtype, kv_dtype, config.device, config.reproducible)
         for group in groups
@@ -560,7 +560,9 @@ def make_runner(kind: type[AnyRunner], model: Model, backend: Backend, config: E
         recurrent_spec(group, states, model.dtype, config.device) for group in groups if isinstance(group, StateGroup)
     ]
     cache = KVCache(groups, num_blocks, block_size, kv_dtype, config.device, hosts, backend, states, model.dtype)
-    return kind(model, cache, backend, specs, *runner_limits(model, config), recurrent)
+    runner = kind(model, cache, backend, specs, *runner_limits(model, config), recurrent)
+    runner.all_rows = all_rows
+    return runner
 
 
 def _loop(config: EngineConfig, is_queued: bool) -> Loop:

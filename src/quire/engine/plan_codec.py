@@ -31,6 +31,7 @@ class Pools(NamedTuple):
     num_blocks: int
     num_host_blocks: int
     states: StatePools
+    all_rows: bool = False  # steps compute the hidden states of all rows, which rank 0's draft head reads
 
 
 HEAD = Struct("<Q")  # length of the JSON in bytes

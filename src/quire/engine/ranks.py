@@ -8,6 +8,7 @@ would leave ranks waiting for one another, so it ends the group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from torch import Tensor
@@ -65,7 +66,11 @@ class LeadingRunner(_RankRunner):
 
     def move(self, batch: Batch) -> None:
         """Send the batch to the other ranks, then see `Runner.move`: it is the first part of every step."""
-        self.exchange.send(pack_batch(batch))
+        head, theirs = self.model.draft_head, batch
+        if head is not None:  # which this rank has alone
+            groups, moves = head.without_own(batch.groups), head.without_own(batch.moves)
+            theirs = replace(batch, groups=groups, moves=moves)
+        self.exchange.send(pack_batch(theirs))
         super().move(batch)
 
     def finish(self, batch: Batch, hidden: Tensor, plans: Sequence[Plan], kept: Tensor | None = None) -> Launched:

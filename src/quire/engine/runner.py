@@ -37,6 +37,7 @@ class Runner:
     """
 
     in_group = False  # True: other processes compute the same step, and must queue the same exchanges
+    all_rows = False  # True: compute the hidden states of all rows
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Runner:
             launched = self.finish(batch, hidden, self.plans)
             self.drafter.follow(batch, token_ids, positions, before)  # after the plans' flags of the model were read
             return launched
-        if kept.shape == batch.token_ids.shape:
+        if self.all_rows or kept.shape == batch.token_ids.shape:
             return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)
         return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), self.plans, kept)
 

@@ -40,7 +40,7 @@ NEWEST = 0.1  # weight of the last draft in a request's share
 LEAST = 0.2  # a further draft token is worth its cost if it is accepted with at least this probability
 PROBE = 16  # steps after which a request whose drafts did not pay tries one again
 FIRST_REST, LONGEST_REST = 16, 2048  # steps without drafts after none has paid, with more than MAX_ROWS rows
-PROBES, PROBED = 2, 8  # steps, and requests in each, in which one draft token is tried before that
+PROBES, PROBED = 2, 8  # steps, and most requests in each, in which one draft token is tried before that
 MOST_LOST = 0.01  # part of the time that these may take
 NOTHING: array[int] = array("i")
 
@@ -77,6 +77,8 @@ class Speculation:
         self._clock = clock
         self.costs, self._acceptance = DraftCosts(), Acceptance()
         self._rest = self._probes = 0  # see `_paying`
+        self._probed, self._rested = PROBED, 0  # requests in the next probe, and steps of the rest before the last one
+        self._probing = 0.0  # seconds of the probes' drafts, with the tokens that a drafter had to catch up with
         self._watched: Plan | None = None  # the last plan of a step that only decodes
         self._seconds = 0.0  # of its drafts
         self._drafted_before = False
@@ -113,6 +115,7 @@ class Speculation:
         begin = self._clock()
         drafts = self.drafts(asked, room)
         self._seconds = self._clock() - begin
+        self._probing += self._seconds
         found = sum([len(guided.tokens) for guided in drafts.values()])
         if found and self._drafted_before:  # the first draft after a while catches up with the tokens since then
             self.costs.observe_drafts(found, self._seconds)
@@ -154,11 +157,17 @@ class Speculation:
         if found:
             self._probes = 0
         elif self._probes < PROBES:
+            if self._probes == 0:
+                self._probing = 0.0
             self._probes += 1
-            found = dict.fromkeys(requests[: min(PROBED, budget)], 1)
+            found = dict.fromkeys(requests[: min(self._probed, budget)], 1)
         else:
-            lost = PROBES * min(PROBED, count) * price / step
-            self._rest, self._probes = min(LONGEST_REST, max(FIRST_REST, int(lost / MOST_LOST))), 0
+            lost = (self._probing + PROBES * min(self._probed, count) * self.costs.row) / step
+            # A drafter has more to catch up with after a longer rest, so that this part of the time stays the same.
+            fits = MOST_LOST * (self._rested + PROBES) / lost if lost else PROBED
+            self._probed = max(1, min(PROBED, 2 * self._probed, round(self._probed * fits)))
+            self._rest = self._rested = min(LONGEST_REST, max(FIRST_REST, int(lost / MOST_LOST)))
+            self._probes = 0
         return found
 
     def _worth(self, requests: Sequence[Request], least: float, budget: int) -> tuple[dict[Request, int], float]:

@@ -40,6 +40,7 @@ from quire.models.model import Model, WeightBytes
 from quire.models.pooling_files import longest_text, read_pooler
 from quire.models.quantisation.module import Scheme, Tensors
 from quire.models.quantisation.policy import Quantisation, read_scheme
+from quire.models.quantisation.stacking import matrix
 from quire.models.replaced import NewWeights, ReplacedFiles, replaced
 from quire.models.rope import check_factors, longest_rotated
 from quire.models.sharding import check_shards
@@ -48,6 +49,7 @@ from quire.models.weights import Family, Weights, expected_bytes, read_json
 from quire.ops import Backend
 from quire.ops import load as load_backend
 from quire.ops.collectives import Communicator
+from quire.ops.weights.linear import Embedding
 from quire.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -293,7 +295,8 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, files, decoder.vocab_size)
     limits = lora_limits(config)
-    eagle = _eagle(config, decoder) if exchange is None else None
+    drafts = exchange is None or exchange.rank == 0
+    eagle = _eagle(config, decoder) if drafts else None
     if eagle is not None:
         decoder = replace(decoder, seen=eagle.seen)
     elif part is not None and exchange is None:
@@ -304,10 +307,11 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         model = Decoder(decoder, weights, backend, *own)
     model.pooler = read_pooler(files, raw, decoder, model.pooler, backend, config.device)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
-    if exchange is None and decoder.causal and decoder.has_head and _wants_draft_head(config, model):
-        model.draft_head = _draft_head(choice, checkpoint, model, config, quantisation.for_drafts())
+    embedding = partial(_whole_embedding, model, weights)
+    if drafts and decoder.causal and decoder.has_head and _wants_draft_head(config, model):
+        model.draft_head = _draft_head(choice, checkpoint, model, config, quantisation.for_drafts(), embedding)
     if eagle is not None:
-        model.draft_head = EagleHead(eagle, model, Quantisation().for_drafts().linears)
+        model.draft_head = EagleHead(eagle, model, Quantisation().for_drafts().linears, embedding)
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
@@ -370,8 +374,20 @@ def _wants_draft_head(config: EngineConfig, model: Decoder) -> bool:
     return config.draft == "head" or (config.draft == "auto" and model.weight_bytes.total >= PAYS_FROM)
 
 
+def _whole_embedding(model: Decoder, weights: Weights) -> Embedding:
+    """Return the embedding of all tokens, of which a rank's model has a part."""
+    if model.exchange is None:
+        return model.embedding
+    return model.backend.linears(str(model.device), False).embedding(matrix(weights["embedding"]))
+
+
 def _draft_head(
-    choice: Own, checkpoint: Tensors, model: Decoder, config: EngineConfig, quantisation: Quantisation
+    choice: Own,
+    checkpoint: Tensors,
+    model: Decoder,
+    config: EngineConfig,
+    quantisation: Quantisation,
+    embedding: Callable[[], Embedding],
 ) -> DraftHead | None:
     """Return the checkpoint's draft head, None if it has none.
 
@@ -383,7 +399,7 @@ def _draft_head(
         if found is None:
             raise ModelError(f"{checkpoint.path} has no draft head that Quire knows")
         weights = Weights(checkpoint, found.sources, found.config, model.dtype, config.device, quantisation)
-        return DraftHead(found.config, weights, model)
+        return DraftHead(found.config, weights, model, embedding())
     except ModelError as error:
         if config.draft == "head":
             raise ModelError(f"draft is 'head': {error}") from error
@@ -401,16 +417,13 @@ def check_parallel(where: Where, config: EngineConfig, backend: Backend) -> None
         and (not choice.config.causal or bool(choice.config.classifier)),
         f"attention_backend is {backend.name!r}": backend.name != ("cpu" if config.device == "cpu" else "triton"),
         "enable_lora is True": config.enable_lora,
-        "draft is 'head'": config.draft == "head",
-        f"draft_model is {config.draft_model!r}": config.draft_model is not None,
         f"kv_disk is {config.cache.kv_disk!r}": config.cache.kv_disk is not None,
     }
     for why, holds in refused.items():
         if holds:
             raise ConfigError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, and {why}; several processes compute Quire's "
-                "own decoders with the backend 'cpu', or 'triton' on GPUs, without LoRA adapters, a draft head or "
-                "model, and kv_disk"
+                "own decoders with the backend 'cpu', or 'triton' on GPUs, without LoRA adapters and kv_disk"
             )
     if isinstance(choice, Own):
         check_shards(choice.config, config.tensor_parallel_size)

@@ -159,18 +159,21 @@ class Decoder:
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first layer: [T, H], with per-layer embeddings after it."""
-        if self.token_types is None:
-            embedded = self.embedding(token_ids)
-        else:
-            types = token_ids // self.config.vocab_size
-            embedded = self.embedding(token_ids - types * self.config.vocab_size) + self.token_types[types]
-        if self.embedding_scale is not None:
-            embedded = embedded * self.embedding_scale
-        if self.positions is not None:
-            embedded = embedded + self.positions[positions]
+        embedded = self.embed_by(self.embedding, token_ids, positions)
         if self.per_layer_embedding is not None:
             embedded = torch.cat([embedded, self.per_layer_embedding(token_ids) * self.per_layer_scale], 1)
         return embedded
+
+    def embed_by(self, embedding: Embedding, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the input of the first layer, [T, H], with that table in place of the model's."""
+        if self.token_types is None:
+            embedded = embedding(token_ids)
+        else:
+            types = token_ids // self.config.vocab_size
+            embedded = embedding(token_ids - types * self.config.vocab_size) + self.token_types[types]
+        if self.embedding_scale is not None:
+            embedded = embedded * self.embedding_scale
+        return embedded if self.positions is None else embedded + self.positions[positions]
 
     def _rounded(self, factor: float) -> float:
         return float(torch.tensor(factor, dtype=self.dtype))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,16 +25,23 @@ from quire.ops.program import Chain, Plan
 from quire.ops.recurrent.records import RecurrentCache
 from quire.ops.weights.linear import Embedding
 
+T = TypeVar("T")
+
 
 class DraftHead:
     """The layers of a checkpoint that predict draft tokens."""
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], model: Decoder) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Weight], model: Decoder, embedding: Embedding
+    ) -> None:
         """Take the weights of `weight_shapes`, among them a copy of the model's output projection.
 
         They may be rounded more than the model's, which makes drafting faster: no token depends on them.
+
+        model: if it is one rank's part, this rank has the whole head, and the other ranks nothing of it.
+        embedding: of all tokens.
         """
-        self.config, self._model = config, model
+        self.config, self.embedding, self._model = config, embedding, model
         tables = position_tables(config, model.max_model_len, model.device)
         linears = model.backend.linears(str(model.device), False)
         self._layers = model.backend.compile(
@@ -47,14 +55,14 @@ class DraftHead:
         self._num_attention = sum(isinstance(group, CacheGroup) for group in model.config.groups)
         self._chain: Chain | None = None
         if model.embeds_plainly:
-            self.use_chain(model.embedding)
+            self.use_chain()
 
-    def use_chain(self, embedding: Embedding, targets: Tensor | None = None) -> None:
+    def use_chain(self, targets: Tensor | None = None) -> None:
         """Choose all draft tokens in one call of the backend, if it has one.
 
-        embedding: of the tokens. targets: int64 [V], the token of each logit; None: its number.
+        targets: int64 [V], the token of each logit; None: its number.
         """
-        self._chain = self._model.backend.chain(self._layers, embedding, self._lm_head, targets)
+        self._chain = self._model.backend.chain(self._layers, self.embedding, self._lm_head, targets)
 
     @property
     def plans(self) -> Sequence[int]:
@@ -99,7 +107,7 @@ class DraftHead:
         positions: Tensor,  # int64 [T]
     ) -> Tensor:
         """Return the embeddings: [T, H]."""
-        return self._model.embed(token_ids, positions)[:, : self.config.hidden_size]
+        return self._model.embed_by(self.embedding, token_ids, positions)
 
     def joined(
         self,
@@ -124,11 +132,9 @@ class DraftHead:
         """Return the most likely next token of each row: int64 [R]."""
         return self._lm_head(hidden).argmax(-1)
 
-    def without_own(self, plans: Sequence[Plan]) -> Sequence[Plan]:
-        """Return the plans of the model's own cache groups, given those of model and head."""
-        if not self._only_own:
-            return plans
-        return [*plans[: self._num_attention], *plans[self._num_attention + self._only_own :]]
+    def without_own(self, of_groups: Sequence[T]) -> tuple[T, ...]:
+        """Return the items of the model's own cache groups, given those of model and head."""
+        return *of_groups[: self._num_attention], *of_groups[self._num_attention + self._only_own :]
 
 
 class _Later:

@@ -8,7 +8,7 @@ is token t + d2t[t] of the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from quire.models.hf_config import shown
 from quire.models.quantisation.module import Tensors
 from quire.models.quantisation.policy import Rounding
 from quire.models.quantisation.stacking import Weight
-from quire.ops.weights.linear import LinearWeight
+from quire.ops.weights.linear import Embedding, LinearWeight
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -115,8 +115,13 @@ def _check_shapes(eagle: Eagle, raw: Mapping[str, Any], model: DecoderConfig) ->
 class EagleHead(DraftHead):
     """The layer of an EAGLE-3 checkpoint."""
 
-    def __init__(self, eagle: Eagle, model: Decoder, rounding: Rounding | None) -> None:
-        """Read the weights. rounding: of its matrices; None: they stay in the model's dtype."""
+    def __init__(
+        self, eagle: Eagle, model: Decoder, rounding: Rounding | None, embedding: Callable[[], Embedding]
+    ) -> None:
+        """Read the weights.
+
+        rounding: of its matrices; None: they stay in the model's dtype. embedding: returns the model's.
+        """
         tensors, prefix, dtype = eagle.tensors, eagle.prefix, model.dtype
 
         def exact(name: str) -> Tensor:
@@ -142,22 +147,22 @@ class EagleHead(DraftHead):
             "join.hidden_norm.weight": exact(f"{prefix}hidden_norm.weight"),
             "lm_head": weight("lm_head", exact("lm_head.weight") * exact("norm.weight")),
         }
-        super().__init__(eagle.config, weights, model)
+        linears, own = model.backend.linears(str(model.device), False), "embed_tokens.weight"
+        self._embeds = own in tensors.names
+        table = linears.embedding(tensors[own].to(dtype)) if self._embeds else embedding()
+        super().__init__(eagle.config, weights, model, table)
         self._hidden_size = model.config.hidden_size
-        linears = model.backend.linears(str(model.device), False)
         self._project = linears.linear(weight("fc", exact("fc.weight")))
-        own = "embed_tokens.weight"
-        self._embedding = linears.embedding(tensors[own].to(dtype)) if own in tensors.names else None
         count = tensors["lm_head.weight"].shape[0]
         self._targets = torch.arange(count) + (tensors["d2t"].long() if "d2t" in tensors.names else 0)
         if not bool(((self._targets >= 0) & (self._targets < model.config.vocab_size)).all()):
             raise ModelError(f"{tensors.path}: d2t names tokens outside of the model's vocabulary")
-        if self._embedding is not None or model.embeds_plainly:
-            self.use_chain(self._embedding or model.embedding, self._targets)
+        if self._embeds or model.embeds_plainly:
+            self.use_chain(self._targets)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the embeddings of the checkpoint, else those of the model: [T, H]."""
-        return super().embed(token_ids, positions) if self._embedding is None else self._embedding(token_ids)
+        return self.embedding(token_ids) if self._embeds else super().embed(token_ids, positions)
 
     def joined(self, token_ids: Tensor, positions: Tensor, before: Tensor) -> Tensor:
         """Return the input of the layer: [T, 2 H]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from quire.models.lora.slots import Loras
 from quire.models.pooling import Pooler
 from quire.ops.collectives import Communicator
 from quire.ops.program import Plan
+
+T = TypeVar("T")
 
 
 class ModelShape(Protocol):
@@ -146,8 +148,8 @@ class Head(Protocol):
     ) -> Tensor:
         """Return the most likely next token of each row: int64 [R]."""
 
-    def without_own(self, plans: Sequence[Plan]) -> Sequence[Plan]:
-        """Return the plans of the model's own cache groups, given those of model and head."""
+    def without_own(self, of_groups: Sequence[T]) -> tuple[T, ...]:
+        """Return the items of the model's own cache groups, given those of model and head."""
 
 
 class Model(Protocol):

@@ -267,10 +267,10 @@ class Weights(Mapping[str, Weight]):
             for part in self._sources.of(name):
                 if (form := form_of(scheme, _module(part), self._checkpoint.names)) is not None:
                     forms[part] = form
-        head = "embedding" if self._tied else "lm_head"
-        if self._quantisation.head is not None and self._sources.ends[head] in forms:
+        head, own = "embedding" if self._tied else "lm_head", self._quantisation
+        if own.head is not None and not own.for_head and self._sources.ends[head] in forms:
             raise ConfigError(
-                f"quantization_head is 'int{self._quantisation.head.bits}', and the checkpoint's output projection is "
+                f"quantization_head is 'int{own.head.bits}', and the checkpoint's output projection is "
                 "quantised already; leave it out"
             )
         return forms

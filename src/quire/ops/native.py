@@ -590,6 +590,11 @@ def default() -> Library:
 _loaded = cache(load)
 
 
+def chosen() -> str | None:
+    """Return the instruction set of `using` in this thread; None: the best one."""
+    return _isa.get()
+
+
 @contextmanager
 def using(isa: str | None) -> Iterator[None]:
     """Make `default` return the kernels of an instruction set, in this thread.

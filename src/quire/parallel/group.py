@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, GroupLost
-from quire.ops import Backend
+from quire.ops import Backend, native
 from quire.ops.collectives import Communicator, DeviceCommunicator, TorchCommunicator
 from quire.parallel import devices, launch
 from quire.parallel.cores import Binding, by_place
@@ -222,8 +222,8 @@ def join(config: EngineConfig, backend: Backend) -> ProcessGroup:
         return _formed(ProcessGroup(_met(place), place.rank, size, launched=True), config, backend)
     devices.check_count(config)
     directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # accessible to this user only
-    store, threads = str(directory / "store"), torch.get_num_threads()
-    others = [launch.start(launch.Given(rank, size, store, threads, config)) for rank in range(1, size)]
+    store, own = str(directory / "store"), (torch.get_num_threads(), native.chosen())
+    others = [launch.start(launch.Given(rank, size, store, *own, config)) for rank in range(1, size)]
     return _formed(ProcessGroup(FileStore(store, size), 0, size, others, directory), config, backend)
 
 

@@ -30,6 +30,7 @@ class Given(NamedTuple):
     size: int
     store: str  # path of the file through which the ranks meet
     threads: int  # of all ranks together
+    isa: str | None  # whose kernels are used, see `native.using`
     config: EngineConfig
 
 

@@ -19,7 +19,7 @@ from quire.fingerprint.components import model_parts
 from quire.models import load_model, locate
 from quire.models.files import Files, files_of
 from quire.models.model import Model
-from quire.ops import Backend
+from quire.ops import Backend, native
 from quire.ops.collectives import Communicator, least
 from quire.parallel import launch
 from quire.parallel.group import LOAD_WITHIN, ProcessGroup, join_started
@@ -71,9 +71,10 @@ def main() -> None:
     config = given.config
     torch.set_num_threads(given.threads)
     try:
-        backend = ops.load(config.attention_backend, config.device)
-        group = join_started(given, backend)
-        follow(group, files_of(locate(config.model, config.gguf_file)), config, backend)
+        with native.using(given.isa):
+            backend = ops.load(config.attention_backend, config.device)
+            group = join_started(given, backend)
+            follow(group, files_of(locate(config.model, config.gguf_file)), config, backend)
     except QuireError:  # rank 0 reports it
         sys.exit(1)
 

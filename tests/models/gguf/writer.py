@@ -76,6 +76,8 @@ def write_gguf(
             tensor = torch.from_numpy(numbers[name])
         exact = tensor.dim() == 1 or EXACT.search(name)
         wanted = Kind.F32 if exact else kind_of(name)
+        if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
+            wanted = Kind.BF16
         if wanted in FLOATS:
             stored = tensor.to(FLOATS[wanted]).contiguous()
             raw = stored.view(torch.uint8 if wanted is Kind.BF16 else stored.dtype).numpy()
@@ -107,17 +109,21 @@ def _without(key: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantised(numbers: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
-    """Blocks of that kind; of those that the package cannot make, random ones of about that size."""
+    """Blocks of that kind; of those that the package cannot make, random ones of about that size around zero."""
     try:
         return gguf.quants.quantize(numbers, kind)
     except NotImplementedError:
         size, nbytes = gguf.GGML_QUANT_SIZES[kind]
         shape = (*numbers.shape[:-1], numbers.shape[-1] // size, nbytes)
         blocks = np.random.default_rng(len(numbers)).integers(0, 256, shape, dtype=np.uint8)
-        scales = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}[kind]
-        for at in scales:
-            half = np.full(shape[:-1], 0.2 / (32 * 16), np.float16)
+        middle = {Kind.Q4_K: 7.5, Kind.Q5_K: 15.5, Kind.Q6_K: None}[kind]  # of a number's integers; None: zero
+        scales = {208: 1.0} if middle is None else {0: 1.0, 2: middle}
+        for at, factor in scales.items():
+            half = np.full(shape[:-1], factor * 0.2 / (32 * 16), np.float16)
             blocks[..., at : at + 2] = half[..., None].view(np.uint8)
+        if middle is not None:  # each group of 32 has the same number of 6 bits for its scale and its minimum
+            blocks[..., 8:12] = blocks[..., 4:8]
+            blocks[..., 12:16] = blocks[..., 12:16] % 16 * 17
         return blocks.reshape(*numbers.shape[:-1], -1)
 
 

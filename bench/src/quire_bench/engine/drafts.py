@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire import LLM, SamplingParams, StructuredOutputsParams, models
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, models
 from quire.engine import runner
 from quire.engine.head_drafter import Chosen, HeadDrafter
 from quire.engine.speculation import Speculation
@@ -87,19 +88,26 @@ def asked(count: int, vocab_size: int, max_tokens: int) -> tuple[list[list[int]]
     return prompts, params
 
 
-def check(options: dict[str, Any], count: int, max_tokens: int = 48) -> Iterator[Checked]:
+def check(options: dict[str, Any], count: int, max_tokens: int = 48, share: float | None = None) -> Iterator[Checked]:
     """Compare requests with and without drafts, a thousand at a time, in a pool that is too small for all of them.
 
     Few and many requests decode together in turn.
+
+    share: the tokens of a head, which may be random, are replaced by right ones with this probability; None: they stay.
     """
-    pairs = [(LLM(**source(options, "off") | sizes), LLM(**options | sizes)) for sizes in (SMALL, MANY)]
+    with nullcontext() if share is None else mock.patch.object(runner, "HeadDrafter", KnowingDrafter):
+        pairs = [(LLM(**source(options, "off") | sizes), LLM(**options | sizes)) for sizes in (SMALL, MANY)]
     prompts, params = asked(count, pairs[0][0].decoder.config.vocab_size, max_tokens)
     size = max(1, min(1000, count // 2))
     for start in range(0, count, size):
         part, (plain, drafting) = slice(start, start + size), pairs[start // size % 2]
-        outputs = [llm.generate(prompts[part], params[part], use_tqdm=False) for llm in (plain, drafting)]
-        same = [(one.outputs[0], other.outputs[0]) for one, other in zip(*outputs, strict=True)]
+        expected = plain.generate(prompts[part], params[part], use_tqdm=False)
         done = speculation_of(drafting)
+        for drafter in done.drafters:
+            if isinstance(drafter, KnowingDrafter):
+                drafter.know(expected, share or 0.0)
+        found = drafting.generate(prompts[part], params[part], use_tqdm=False)
+        same = [(one.outputs[0], other.outputs[0]) for one, other in zip(expected, found, strict=True)]
         yield Checked(
             len(same),
             sum(len(one.token_ids) for one, _ in same),
@@ -126,11 +134,16 @@ class Speed(NamedTuple):
 class KnowingDrafter(HeadDrafter):
     """A drafter that runs the head, and replaces its tokens by right ones, each with the same probability.
 
-    It measures the speed of a model of random weights, for which no head could be trained.
+    It stands in for the head of a model of random weights, for which none could be trained.
     """
 
     continuations: Mapping[tuple[int, ...], Sequence[int]] = MappingProxyType({})  # by prompt
     share = 0.0  # probability that a draft token is right, if those before it are
+
+    def know(self, outputs: Sequence[RequestOutput], share: float) -> None:
+        """Take the tokens of these outputs as right ones."""
+        self.continuations = {tuple(one.prompt_token_ids): one.outputs[0].token_ids for one in outputs}
+        self.share = share
 
     def _drafts(self, drafting: Sequence[Chosen], others: Sequence[Chosen]) -> NDArray[np.int64]:
         found = super()._drafts(drafting, others)
@@ -142,7 +155,7 @@ class KnowingDrafter(HeadDrafter):
         return found
 
 
-def random_head(choice: Own, _: object, model: Decoder, *__: object) -> DraftHead:
+def random_head(choice: Own, _: object, model: Decoder, *rest: Any) -> DraftHead:
     """Return a head of random weights, rounded as others are, whose layer is like the model's last one."""
     config = replace(choice.config, layers=choice.config.layers[-1:], joins_hidden=True, tied_embeddings=False)
     weights: dict[str, Weight] = {}
@@ -152,7 +165,7 @@ def random_head(choice: Own, _: object, model: Decoder, *__: object) -> DraftHea
         weights[name] = ROUNDINGS["int4"].of(numbers, model.dtype, name) if is_matrix else numbers
         if name == "join":
             weights[name] = numbers.to(model.dtype)
-    return DraftHead(config, weights, model)
+    return DraftHead(config, weights, model, rest[-1]())
 
 
 def accepted_speeds(
@@ -173,7 +186,7 @@ def accepted_speeds(
     assert isinstance(drafter, KnowingDrafter)
     given = [list(prompt) for prompt in prompts]
     outputs = plain.generate(given, params, use_tqdm=False)
-    drafter.continuations = {tuple(one.prompt_token_ids): one.outputs[0].token_ids for one in outputs}
+    drafter.know(outputs, 0.0)
     rates: dict[float | None, list[float]] = {share: [] for share in (None, *shares)}
     steps = dict.fromkeys(rates, 0)
     for _ in range(runs):

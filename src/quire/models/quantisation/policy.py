@@ -100,6 +100,7 @@ class Quantisation:
     head: Rounding | None = None  # of the output projection, at load
     rounds_activations: bool = True  # else weights are dequantised at load and multiplied in the model's dtype
     is_encoder: bool = False
+    for_head: bool = False  # of a draft head: an output projection that is quantised already is not rounded again
 
     @classmethod
     def of(cls, config: EngineConfig, scheme: Scheme | None) -> Quantisation:
@@ -134,7 +135,7 @@ class Quantisation:
     def for_drafts(self) -> Quantisation:
         """Return the quantisation of a draft head: to int4, so that drafting reads little. No token depends on it."""
         rounding = ROUNDINGS["int4"]
-        return replace(self, linears=rounding if self.scheme is None else None, head=rounding)
+        return replace(self, linears=rounding if self.scheme is None else None, head=rounding, for_head=True)
 
     @property
     def description(self) -> str | None:
