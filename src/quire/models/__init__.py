@@ -57,6 +57,7 @@ log = logging.getLogger("quire")
 
 # Architecture in config.json -> the module that reads it.
 FAMILIES = {
+    "AXK2ForCausalLM": "quire.models.families.deepseek",
     "BailingHybridForCausalLM": "quire.models.families.bailing",
     "BambaForCausalLM": "quire.models.families.bamba",
     "BloomForCausalLM": "quire.models.families.bloom",
@@ -119,6 +120,8 @@ FAMILIES = {
     "SeedOssForCausalLM": "quire.models.families.seed_oss",
     "SmolLM3ForCausalLM": "quire.models.families.smollm3",
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
+    "Zamba2ForCausalLM": "quire.models.families.zamba",
+    "ZambaForCausalLM": "quire.models.families.zamba",
 }
 ENCODERS = {
     f"{kind}{ending}": "quire.models.families.encoders"

@@ -190,7 +190,7 @@ class Sources:
     # Our layer and part -> theirs, if these depend on the layer; None: use `layer`.
     parts: Callable[[int, str], tuple[str, ...] | None] | None = None
     zeros: re.Pattern[str] | None = None  # parts of a weight that are zero and never in a checkpoint
-    numbers: Sequence[int] | None = None  # their layer of each of ours; None: the same
+    numbers: Sequence[int | str] | None = None  # their layer of each of ours; None: the same
     more_tokens: int = 0  # last rows of their embedding, of tokens that are not in the vocabulary
 
     def of(self, name: str) -> tuple[str, ...]:
@@ -377,7 +377,7 @@ class Weights(Mapping[str, Weight]):
         if name == "embedding" and self._sources.more_tokens:
             tensor = tensor[: -self._sources.more_tokens]
         ours = tensor
-        if self._sources.adapt is not None and tensor.numel() == home.numel():
+        if self._sources.adapt is not None and (tensor.numel() == home.numel() or tensor.dim() > home.dim()):
             ours = self._sources.adapt(name, part, tensor)
         if ours.shape != home.shape:
             raise ModelError(
