@@ -53,8 +53,7 @@ BOOKKEEPING = {
 }  # fmt: skip
 
 
-# transformers' modules have other names than the published tensors, as adapters do; layers of Zamba share modules.
-NOT_ADAPTED = ("KimiLinear", "AXK2", "Zamba", "Zamba2")
+NOT_ADAPTED = ("Zamba", "Zamba2")  # several layers share modules
 
 
 def config_class(kind: str) -> Any:

@@ -314,7 +314,7 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
-        model.loras.part = part
+        model.loras.part, model.loras.module = part, sources.module
     return model
 
 

@@ -209,7 +209,8 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
             layer |= {f"{ours}_down": (f"{norm}.W_down",), f"{ours}_up": (f"{norm}.W_up",)}
         gated = {i for i, one in enumerate(config.layers) if isinstance(one.mlp, ExpertsConfig)}
         own = {"mlp_norm": ("post_attention_layernorm.norm",)}
-        theirs = replace(theirs, parts=lambda i, part: own.get(part) if i in gated else None)
+        renamed = {"W_down": "mlp.fc1", "W_up": "mlp.fc2", "self_attn.q_b_proj": "self_attn.q_gate_proj"}
+        theirs = replace(theirs, parts=lambda i, part: own.get(part) if i in gated else None, renamed=renamed)
     adapt = partial(adapted, config)
     layer = {**theirs.layer, **EXPERTS, **layer}
     return replace(theirs, layer=layer, ignored=llama.beyond(config), zeros=NO_BIAS, adapt=adapt)

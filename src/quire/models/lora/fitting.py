@@ -48,7 +48,7 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
 
 def _target(loras: Loras, directory: Path, module: str) -> tuple[str, Target, LoraTable]:
     """Return the model's module of that name, ignoring a prefix of either name, and its table. Raises ModelError."""
-    targets, name = loras.targets, module
+    targets, name = loras.targets, loras.module(module)
     if loras.part is not None:
         own = loras.part.name(f"{module}.weight")
         if own is None:
@@ -91,7 +91,7 @@ def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables)
         table = tables.by_name.get(name.removesuffix(".weight"))
         first = 0
         for part, size in zip(parts, rows if len(parts) > 1 else shape[:1], strict=True):
-            module = _module(part)
+            module = sources.module(_module(part))
             if table is None or not part.endswith(".weight"):  # a parameter is no module
                 found[module] = Target(None, _refusal(name, config.holder(name) is not None))
             else:
@@ -99,7 +99,7 @@ def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables)
                 found[module] = Target(table, "", first, size, order)
             first += size
     for theirs in sources.ends.values():  # includes a tied output projection
-        found.setdefault(_module(theirs), Target(None, _refusal("")))
+        found.setdefault(sources.module(_module(theirs)), Target(None, _refusal("")))
     return found
 
 
