@@ -70,6 +70,10 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     ),
     "olmo hybrid, bf16": ("OlmoHybrid", torch.bfloat16, {"vocab_size": VOCABULARY}),
     "lfm3, bf16": ("Lfm3", torch.bfloat16, {"vocab_size": VOCABULARY}),
+    "ling 3, fp32": ("BailingHybrid", torch.float32, {"vocab_size": VOCABULARY}),
+    "zamba, fp32": ("Zamba", torch.float32, {"vocab_size": VOCABULARY}),
+    "zamba 2, bf16": ("Zamba2", torch.bfloat16, {"vocab_size": VOCABULARY}),
+    "a.x k2, sparse, bf16": ("AXK2", torch.bfloat16, {"vocab_size": VOCABULARY}),
 }  # fmt: skip
 # One of each kind of cache; with --long all of them. `tests.engine.differential` has them all, too.
 FEW = ("embedded", "gemma2, windows, fp32", "deepseek, int8 cache", "qwen3 next, bf16", "glm 5, sparse, bf16")

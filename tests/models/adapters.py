@@ -42,7 +42,7 @@ def embedded_linears() -> Shapes:
 
 def plain(name: str) -> bool:
     """Whether a linear can have an adapter: it neither belongs to experts, nor is folded into others, nor a head's."""
-    others = "experts.", ".gate.", "router", "kv_b_proj", "indexer.weights_proj", "self_attn.g_proj"
+    others = "experts.", ".gate.", "router", "kv_b_proj", "indexer.weights_proj"
     return not any(part in name for part in others) and not name.endswith(".gate")
 
 

@@ -65,6 +65,7 @@ BASES |= {
     "DeepseekV3": DEEPSEEK,
     "DeepseekV32": SPARSE,
     "GlmMoeDsa": SPARSE,
+    "AXK2": SPARSE | {"gated_norm_rank": 4},
     "Gemma4": GEMMA4,
 }
 LLAMA4 = TINY | {
@@ -150,6 +151,15 @@ BASES |= {
     "Lfm3": TINY | {
         "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
         "sliding_window": 9,
+    },
+    "Zamba": {key: value for key, value in SHORT.items() if key != "num_key_value_heads"} | {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "num_key_value_heads": 6,
+        "mamba_d_state": 6,
+    },
+    "Zamba2": SHORT | {
+        "num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba"],
+        "num_key_value_heads": 6, "num_mem_blocks": 2, "adapter_rank": 4, "mamba_ngroups": 2, "mamba_d_state": 10,
+        "use_shared_attention_adapter": True, "use_mem_rope": True,
     },
     "FalconH1": MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64},
 }  # fmt: skip

@@ -300,6 +300,7 @@ ROUTED: dict[str, Choices] = {
     "norm_topk_prob": FLAG,
     "first_k_dense_replace": (0, 1, 2, 9),
 }
+UNGROUPED = {key: value for key, value in ROUTED.items() if key not in ("n_group", "topk_group")}
 INDEX: dict[str, Choices] = {"index_head_dim": (10, 16, 20), "index_topk": (1, 3, 8, 15, 2048)}
 DELTA: dict[str, Choices] = LLAMA | ATTENTION_BIAS | {
     "linear_num_value_heads": (1, 2, 3, 4, 6),
@@ -331,6 +332,12 @@ def shared_layers(draw: random.Random, config: Config) -> int:
     """Gemma 4's last layers, of kinds that were there before."""
     kinds = config["layer_types"]
     return draw.choice([n for n in range(len(kinds)) if set(kinds[len(kinds) - n :]) <= set(kinds[: len(kinds) - n])])
+
+
+def hybrids(draw: random.Random, config: Config, least: int) -> list[str]:
+    """Kinds of Zamba's layers, `least` hybrid ones or more: a first block is tied to later ones."""
+    kinds = [draw.choice(["mamba", "hybrid"]) for _ in range(num_layers(config))]
+    return ["hybrid"] * least + kinds[least:]
 
 
 def of_base(kind: str) -> Callable[[random.Random, Family], Config]:
@@ -636,6 +643,34 @@ KINDS: dict[str, Family] = {
             "linear_value_head_dim": (6, 12, 20), "linear_conv_kernel_dim": (2, 4), "linear_allow_neg_eigval": FLAG,
         },
         head_dim=False,
+    ),
+    "Zamba": Family(
+        of_base("Zamba"),
+        {
+            "layers_block_type": lambda draw, config: hybrids(draw, config, 2),
+            "rms_norm_eps": EPS, "mamba_conv_bias": FLAG, "mamba_proj_bias": FLAG, "n_mamba_heads": (1, 2, 3),
+            "mamba_d_conv": (2, 4), "mamba_dt_rank": (3, "auto"),
+        },
+        head_dim=False,
+    ),
+    "Zamba2": Family(
+        of_base("Zamba2"),
+        {
+            "layers_block_type": lambda draw, config: hybrids(draw, config, 1), "add_bias_linear": FLAG,
+            "use_mem_rope": FLAG, "use_shared_attention_adapter": FLAG, "num_mem_blocks": (1, 2, 3),
+            "mamba_ngroups": (1, 2, 4), "mamba_d_conv": (2, 4), "adapter_rank": (3, 8),
+        },
+        head_dim=False,
+        always=["layers_block_type"],
+    ),
+    "AXK2": Family(
+        sparse_sizes,
+        TIED | ATTENTION_BIAS | UNGROUPED | INDEX | {
+            "mlp_layer_types": of_layers("dense", "sparse"), "rms_norm_eps": EPS, "gated_norm_rank": (3, 16),
+        },
+        rope("default", "yarn"),
+        head_dim=False,
+        always=[*UNGROUPED, *INDEX],
     ),
     "RecurrentGemma": Family(
         of_base("RecurrentGemma"),

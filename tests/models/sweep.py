@@ -141,7 +141,8 @@ def _class(name: str) -> Any:
 
 def _small(raw: dict[str, Any]) -> dict[str, Any]:
     """A config.json made small: of a whole its text part, and one layer in each of its other sides. All in fp32."""
-    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    derived = DERIVED if raw["model_type"].startswith("zamba") else ()
+    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype", *derived)}
     if raw["model_type"] not in WHOLES:
         return shrink(raw)
     if "text_config" in raw:
@@ -229,6 +230,7 @@ SOUGHT = {
     "DeepSeek V4": "deepseek_v4",
     "GLM 4.5, 4.6": "glm4_moe",
     "GLM 5": "glm_moe_dsa",
+    "A.X K2": "axk2",
     "Mistral, Ministral, Mixtral": "mistral mistral3 ministral3 mixtral",
     "Phi 3, 4, 4 multimodal": "phi3 phimoe phi4_multimodal",
     "Granite 4": "granitemoehybrid",
@@ -241,6 +243,7 @@ SOUGHT = {
     "Nemotron-H": "nemotron_h",
     "Falcon-H1": "falcon_h1",
     "Jamba": "jamba",
+    "Zamba, Zamba 2": "zamba zamba2",
     "OLMo 3": "olmo3",
     "SmolLM 3": "smollm3",
 }
@@ -278,13 +281,15 @@ slows the rotation at all positions.
 `original_max_position_embeddings` with yarn. With llama3 and longrope `max_position_embeddings` is the limit.
 `quire info` shows it.
 
-The attention of DeepSeek-V3.2 and GLM-5 is sparse: an indexer scores the keys before each token, which attends to the
-`index_topk` best of them, ties to the lower position. Up to that number of tokens the result is dense attention's, to
-the bit. Layers of GLM-5 that share an earlier layer's choice are served, too. The indexer's key of each token is in the
-blocks of the KV cache, in the model's dtype, so `kv_cache_dtype` must be `auto`. The scores are in fp32: the Hadamard
-rotation and the FP8 of the original kernel are left out, as in transformers. Backends with an indexer are `cpu`,
-`reference` and `gather`: on a GPU, select one of the last two with `attention_backend`. GGUF files of these models are
-refused.
+The attention of DeepSeek-V3.2, GLM-5 and A.X K2 is sparse: an indexer scores the keys before each token, which attends
+to the `index_topk` best of them, ties to the lower position. Up to that number of tokens the result is dense
+attention's, to the bit. Layers of GLM-5 that share an earlier layer's choice are served, too. The indexer's key of each
+token is in the blocks of the KV cache, in the model's dtype, so `kv_cache_dtype` must be `auto`. The scores are in
+fp32: the Hadamard rotation and the FP8 of the original kernel are left out, as in transformers. Backends with an
+indexer are `cpu`, `reference` and `gather`: on a GPU, select one of the last two with `attention_backend`. GGUF files
+of these models are refused.
+
+Zamba's blocks of attention are stored and loaded once, however many layers use them. LoRA adapters of them are refused.
 
 `python -m tests.models.sweep` writes this page with transformers {release}; `quire models` prints the same.
 
@@ -366,6 +371,10 @@ def _refused(repositories: Iterable[Repository]) -> str:
 def _cell(reason: str) -> str:
     """A reason in a table, without the directory of the trial."""
     return re.sub(r"/\S*/tmp\w+", "the checkpoint", reason.replace("|", "/"))
+
+
+# Keys of Zamba that follow from others.
+DERIVED = ("attention_hidden_size", "attention_head_dim", "mamba_headdim", "hybrid_layer_ids")
 
 
 def _hush() -> None:

@@ -302,6 +302,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots.note": ("Dots3Note", {}),
     "llama with layers of cross-attention": ("Mllama", {}),
     "recurrent gemma": ("RecurrentGemma", {}),
+    "a.x k2": ("AXK2", {}),
+    "zamba": ("Zamba", {}),
+    "zamba2": ("Zamba2", {}),
+    "zamba2, shared heads, biases, no positions, no low-rank parts of q, k and v": (
+        "Zamba2",
+        {
+            "num_key_value_heads": 2,
+            "add_bias_linear": True,
+            "use_mem_rope": False,
+            "num_mem_blocks": 1,
+            "use_shared_attention_adapter": False,
+        },
+    ),
     "minimax": ("MiniMax", {}),
     "minimax, factors": (
         "MiniMax",
@@ -473,7 +486,7 @@ def test_preemption_does_not_change_the_tokens(tmp_path: Path) -> None:
     assert cramped == roomy
 
 
-@pytest.mark.parametrize("kind", ["KimiLinear", "Jamba", "RecurrentGemma", "Mamba2", "FalconH1"])
+@pytest.mark.parametrize("kind", ["KimiLinear", "Jamba", "RecurrentGemma", "Mamba2", "FalconH1", "Zamba"])
 def test_drafts_and_swaps_do_not_change_the_tokens(tmp_path: Path, kind: str) -> None:
     """Rejected drafts are rows of a scan that the next step writes again."""
     save(tmp_path, kind)

@@ -33,7 +33,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 KINDS = ["Llama", "GPT2", "Cohere", "Qwen3Next", "DeepseekV3"]
 MORE = ["Qwen3", "Gemma2", "Phi3", "GPTNeoX", "Falcon", "Bloom", "CodeGen", "GPTJ", "OPT", "Mpt", "Gemma4", "Llama4",
         "Ernie4_5_Moe", "Qwen3Moe", "GptOss", "Qwen3_5", "Lfm2", "Bamba", "GraniteMoeHybrid", "Glm4Moe",
-        "FalconH1", "Mamba2", "MiniMax"]  # fmt: skip
+        "FalconH1", "Mamba2", "MiniMax", "KimiLinear", "NemotronH", "Lfm3", "BailingHybrid", "AXK2",
+        "Jamba"]  # fmt: skip
 
 
 def logprobs(llm: LLM, lora: str | None = None) -> tuple[list[list[int]], torch.Tensor]:

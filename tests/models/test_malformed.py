@@ -28,7 +28,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 4.0}
 BASES = {
     "Bamba": MAMBA,
-    **{kind: GIVEN[kind] for kind in ("FalconH1", "Jamba", "Mamba2", "NemotronH", "RecurrentGemma")},
+    **{
+        kind: GIVEN[kind]
+        for kind in ("AXK2", "FalconH1", "Jamba", "Mamba2", "NemotronH", "RecurrentGemma", "Zamba", "Zamba2")
+    },
     "KimiLinear": {
         key: value for key, value in GIVEN["KimiLinear"].items() if not key.startswith(("num_local_e", "num_experts"))
     },
@@ -170,6 +173,14 @@ def test_the_configs_are_right_but_for_the_changes(tmp_path: Path) -> None:
         ("KimiLinear", {"mlp_layer_types": ["sparse"]}, r"mlp_layer_types is \['sparse'\]; it must be dense or sparse"),
         ("KimiLinear", {"linear_attn_config": {"rank": 2}}, "linear_attn_config has keys .* not understand: rank=2"),
         ("RecurrentGemma", {"lru_width": 70}, "6 heads cannot share 70 channels of a recurrent unit evenly"),
+        ("AXK2", {"n_group": 2}, "n_group is 2; .* serves 1 only"),
+        ("Zamba", {"tie_word_embeddings": False}, "tie_word_embeddings is False; .* serves True only"),
+        ("Zamba", {"n_mamba_heads": 5}, "n_mamba_heads is 5, which does not divide the 192 inner channels"),
+        ("Zamba", {"layers_block_type": ["mamba"]}, r"layer_types is \['mamba'\]; .* for each of 4 layers"),
+        ("Zamba", {"attention_hidden_size": 96}, "attention_hidden_size is 96; family 'zamba' serves 192 only"),
+        ("Zamba2", {"n_mamba_heads": 5}, "n_mamba_heads is 5, which does not divide the 192 inner channels"),
+        ("Zamba2", {"num_key_value_heads": 3}, "num_key_value_heads is 3; with use_shared_attention_adapter .* 6"),
+        ("Zamba2", {"use_long_context": True}, "use_long_context is True; family 'zamba2' serves False only"),
         ("SmolLM3", {"no_rope_layers": {}}, r"no_rope_layers is \{\}; it must be a list"),
     ],
 )

@@ -23,7 +23,7 @@ from quire.engine.plan import Plan, PlanItem
 from quire.engine.trace import TraceRow, poisson, write_trace
 from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
-from quire.models.decoder_config import ExpertsConfig, MlpConfig, weight_shapes
+from quire.models.decoder_config import ExpertsConfig, IndexConfig, MlpConfig, weight_shapes
 from quire.models.model import Model, WeightBytes
 from quire.request import FinishReason, Request, SampleGroup
 from quire.simulate.figures import Histogram
@@ -68,6 +68,31 @@ def test_what_a_step_sees(window: int | None) -> None:
             pairs = sum(map(len, seen))
             item = PlanItem(request(computed, computed + num_new), computed, num_new)
             assert attended([item, item], window) == (2 * keys, 2 * pairs)
+            if window is not None:  # as many keys are chosen, others by each row as far as there are enough
+                assert attended([item], None, window) == (min(computed + num_new, num_new * window), pairs)
+
+
+def test_sparse_attention_reads_the_chosen_keys() -> None:
+    """And the indexer all of its own. Decoding sequences cost the same beside a plan as in it, in a simulation too."""
+    heads = Heads(4, 1, 12, latent=8, index_dim=6)
+    toy = replace(TOY, groups=(CacheGroup((0, 1), heads=heads),))
+    sparse = replace(toy, indexes={0: IndexConfig(num_heads=3, head_dim=6, top_k=5)})
+    plan = Plan([PlanItem(request(40, 41), 40, 1), PlanItem(request(2, 4), 2, 2)], num_tokens=3)
+    dense, work = (CostModel(model, SLOW, block_size=4).work_of(plan, 2) for model in (toy, sparse))
+    new, latent, index = 3 * 2 * 18 * 2, 2 * 12 * 2, 2 * 6 * 2  # bytes: two layers, two a number
+    assert dense.cache_bytes == new + (41 + 4) * (latent + index)
+    assert work.cache_bytes == new + (5 + 4) * latent + (41 + 4) * index
+    pair, scored = 4 * 2 * 4 * 12, 2 * 2 * 18
+    assert dense.attention_flops == (41 + 3 + 4) * pair
+    assert work.attention_flops == (5 + 3 + 4) * pair + (41 + 3 + 4) * scored
+    apart = CostModel(sparse, SLOW, block_size=4).work_of(Plan([plan.items[1]], num_tokens=2), 2, 1, 41)
+    assert (apart.cache_bytes, apart.attention_flops) == (work.cache_bytes, work.attention_flops)
+    rows, ends = [TraceRow(0.0, 30, 9), TraceRow(0.1, 40, 12)], []
+    for leaps in (True, False):
+        one = Simulation(sparse, SLOW, engine_config(num_blocks=100), leaps=leaps)
+        one.run(rows)
+        ends.append(one.now)
+    assert ends[0] == ends[1]
 
 
 def test_bytes_and_flops_of_a_step() -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.cache.manager import Move
 from quire.engine.plan import Plan, PlanItem
 from quire.models import longest_sequence
-from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
+from quire.models.decoder_config import DecoderConfig, IndexConfig, LatentConfig, weight_shapes, weight_use
 from quire.models.model import Model, WeightBytes
 
 
@@ -56,11 +56,13 @@ class ModelCost:
     weights: WeightBytes
     expert_params: int = 0  # of all experts of all layers
     expert_share: float = 0.0  # share of a layer's experts that a token uses
+    layer_reads: float = 1.0  # times that a step reads the layers' weights: several layers may use the same
+    indexes: Mapping[int, IndexConfig] = field(default_factory=dict)  # by the number of a group of sparse attention
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Return the bytes of weights read by a step of `num_tokens` tokens, if they choose their experts at random."""
         read = 1 - (1 - self.expert_share) ** num_tokens
-        return self.weights.layers + self.weights.head + self.weights.experts * read
+        return self.weights.layers * self.layer_reads + self.weights.head + self.weights.experts * read
 
     def linear_flops(self, num_tokens: int, num_drawn: int) -> float:
         """Return the operations of a step's linears if `num_drawn` of its tokens draw the next one."""
@@ -68,7 +70,7 @@ class ModelCost:
         return 2 * (num_tokens * a_token + num_drawn * self.head_params)
 
     def kv_bytes(self, group: CacheGroup) -> int:
-        """Return the bytes of one token's K and V in the group's layers."""
+        """Return the bytes of one token's K and V in the group's layers, with its keys of indexers."""
         return len(group.layers) * group.heads.numbers * self.number_bytes
 
     def sequence_bytes(self, num_tokens: int) -> int:
@@ -112,20 +114,29 @@ class ModelCost:
 def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes | None = None) -> ModelCost:
     """Return the cost of a model of that config, with a cache of that dtype. weights: None: all have that dtype."""
     params: Counter[str] = Counter()
+    uses, shared = Counter(layer.aside.weights_of for layer in config.layers if layer.aside is not None), 0
     for name, shape in weight_shapes(config).items():
         params[weight_use(config, name)] += math.prod(shape)
+        if (holder := config.holder(name)) is not None:
+            shared += (uses[holder] - 1) * math.prod(shape)
     if weights is None:
         weights = WeightBytes(**{use: count * dtype.itemsize for use, count in params.items()})
     chosen = sum(of.per_token * of.mlp.size for of in config.experts)
     return ModelCost(
         groups=config.groups,
         max_model_len=longest_sequence(config),
-        layer_params=params["layers"],
+        layer_params=params["layers"] + shared,
         head_params=params["head"],
         number_bytes=dtype.itemsize,
         weights=weights,
         expert_params=params["experts"],
         expert_share=chosen / sum(of.count * of.mlp.size for of in config.experts) if chosen else 0.0,
+        layer_reads=1.0 + shared / params["layers"],
+        indexes={
+            number: mixer.index
+            for number, group in enumerate(config.groups)
+            if isinstance(mixer := config.layers[group.layers[0]].mixer, LatentConfig) and mixer.index is not None
+        },
     )
 
 
@@ -168,9 +179,9 @@ class StepWork(NamedTuple):
 class CostModel:
     """Predicts the seconds of a step: bytes read over the memory's rate, or operations over the arithmetic units' rate.
 
-    Every step reads all weights, of experts those that a token chose; every request reads its keys and values. Costs
-    that are the same for every plan, such as kernel launches, and savings by sharing, such as reading a common prefix
-    once, are left out.
+    Every step reads all weights, of experts those that a token chose; every request reads its keys and values, with
+    sparse attention those that its tokens choose. Costs that are the same for every plan, such as kernel launches, and
+    savings by sharing, such as reading a common prefix once, are left out.
     """
 
     def __init__(self, model: ModelCost, device: Device, block_size: int) -> None:
@@ -201,13 +212,11 @@ class CostModel:
         model, num_tokens = self.model, plan.num_tokens + num_decoding
         size: float = 2 * self._moved(plan.copies)
         flops = with_context = 0
-        for group, block_bytes in zip(model.groups, self.block_bytes, strict=True):
+        for number, (group, block_bytes) in enumerate(zip(model.groups, self.block_bytes, strict=True)):
             if isinstance(group, CacheGroup):
-                seen, pairs = attended(plan.items, group.window)
-                size += (seen + keys + num_tokens) * model.kv_bytes(group)
-                flops += (pairs + keys) * model.attention_flops(group)
-                earlier = with_earlier(plan.items, group.window) + keys - num_decoding
-                with_context += earlier * model.attention_flops(group)
+                read, both, earlier = self._attention(number, group, plan.items, num_decoding, keys)
+                size += read + num_tokens * model.kv_bytes(group)
+                flops, with_context = flops + both, with_context + earlier
             else:
                 size += recalled(plan.items, group) * block_bytes
                 flops += num_tokens * model.state_flops(group) if isinstance(group, StateGroup) else 0
@@ -224,6 +233,23 @@ class CostModel:
             with_context,
             num_decoding + sum([item.start >= item.request.num_prompt for item in plan.items]),
         )
+
+    def _attention(
+        self, number: int, group: CacheGroup, items: Sequence[PlanItem], num_decoding: int, keys: int
+    ) -> tuple[int, int, int]:
+        """Return the bytes that a group's attention reads, its operations, and those with keys of earlier steps."""
+        seen, pairs = (found + keys for found in attended(items, group.window))
+        earlier = with_earlier(items, group.window) + keys - num_decoding
+        token_bytes, pair_flops = self.model.kv_bytes(group), self.model.attention_flops(group)
+        if (index := self.model.indexes.get(number)) is None:
+            return seen * token_bytes, pairs * pair_flops, earlier * pair_flops
+        # The indexer reads its keys of all tokens; attention reads the chosen ones.
+        index_bytes = token_bytes * group.heads.index_dim // group.heads.numbers
+        index_flops = 2 * len(group.layers) * index.q_size if index_bytes else 0
+        most = min(keys, num_decoding * index.top_k)
+        chosen, chosen_pairs = (found + most for found in attended(items, None, index.top_k))
+        size = seen * index_bytes + chosen * (token_bytes - index_bytes)
+        return size, pairs * index_flops + chosen_pairs * pair_flops, earlier * index_flops
 
     def decode_seconds(self, num_sequences: int, keys: int) -> float:
         """Return the seconds of a step in which `num_sequences` sequences decode and attend to `keys` keys in total.
@@ -291,19 +317,21 @@ def _begins(item: PlanItem) -> bool:
     return not request.num_generated and item.start <= min(request.cache.num_cached, request.num_prompt - 1)
 
 
-def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
-    """Return the keys that a step reads, once per request, and its pairs of a query token and an attended key."""
+def attended(items: Sequence[PlanItem], window: int | None, top_k: int | None = None) -> tuple[int, int]:
+    """Return the keys that a step reads, once per request, and its pairs of a query token and an attended key.
+
+    top_k: keys that each token chooses, different ones if there are as many; None: they are not chosen.
+    """
     keys = pairs = 0
-    if window is None:
-        for item in items:
-            num_new, context = item.num_rows, item.start + item.num_rows
+    most = window if top_k is None else top_k
+    for item in items:
+        num_new, context = item.num_rows, item.start + item.num_rows
+        if most is None:
             keys += context
             pairs += num_new * context - num_new * (num_new - 1) // 2
-    else:
-        for item in items:
-            num_new, context = item.num_rows, item.start + item.num_rows
-            keys += min(context, window - 1 + num_new)
-            pairs += _seen(context, window) - _seen(item.start, window)
+        else:
+            keys += min(context, most - 1 + num_new if top_k is None else most * num_new)
+            pairs += _seen(context, most) - _seen(item.start, most)
     return keys, pairs
 
 

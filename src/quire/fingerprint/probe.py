@@ -325,7 +325,7 @@ def _state_kinds(mixer: StateConfig) -> dict[str, Callable[[_Case], Iterator[Ten
         case KeyDecayConfig():
             return _scan_kinds(replace(mixer, num_heads=2).sizes, "delta", mixer.floor)
         case SelectiveConfig() | LinearUnitConfig():
-            few = replace(mixer.sizes, num_heads=2, width=2 * mixer.head_dim)
+            few = replace(mixer.sizes, num_heads=2, num_k_heads=1, width=2 * mixer.head_dim)
             return _scan_kinds(few, "selective" if isinstance(mixer, SelectiveConfig) else "lru", 0.0)
         case ConvolutionConfig():
             return {"convolution": partial(_convolutions, replace(mixer, width=INPUTS).sizes)}

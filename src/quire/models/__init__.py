@@ -59,6 +59,7 @@ log = logging.getLogger("quire")
 
 # Architecture in config.json -> the module that reads it.
 FAMILIES = {
+    "AXK2ForCausalLM": "quire.models.families.deepseek",
     "BailingHybridForCausalLM": "quire.models.families.bailing",
     "BambaForCausalLM": "quire.models.families.bamba",
     "BloomForCausalLM": "quire.models.families.bloom",
@@ -121,6 +122,8 @@ FAMILIES = {
     "SeedOssForCausalLM": "quire.models.families.seed_oss",
     "SmolLM3ForCausalLM": "quire.models.families.smollm3",
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
+    "Zamba2ForCausalLM": "quire.models.families.zamba",
+    "ZambaForCausalLM": "quire.models.families.zamba",
 }
 ENCODERS = {
     f"{kind}{ending}": "quire.models.families.encoders"
@@ -315,7 +318,7 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
-        model.loras.part = part
+        model.loras.part, model.loras.module = part, sources.module
     return model
 
 

@@ -123,6 +123,7 @@ class LatentConfig:
     index: IndexConfig | None = None  # None: a row attends to all keys before it
     head_gated: bool = False  # each head's result is multiplied by the sigmoid of a number, projected from the input
     window: int | None = None  # keys that a row attends to at most, its own among them
+    gated: bool = False  # each value is multiplied by the sigmoid of a gate; q and gates are of q's row and the normed
     norm_eps: float = 1e-6  # of the norms of q's row, of the latent and of the rotated part
     rope_norm: bool = False  # the rotated part of the key is normalised before RoPE
 
@@ -197,6 +198,21 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AsideConfig:
+    """A block next to the residual, with weights that several layers use (Zamba).
+
+    Its attention reads the residual and the embedding, side by side, and its MLP reads the attention's result. A
+    projection of the MLP's result is added to the input of the next layer's mixer, and not to the residual.
+    """
+
+    weights_of: int  # the layer that holds its weights, except OWN_PARTS
+    qkv_rank: int | None  # of the low-rank projections that are added to q, to k and to v; None: nothing is added
+    mlp_rank: int | None  # likewise, to the first projection of the MLP
+
+    OWN_PARTS = ("aside", "qkv_down", "qkv_up", "mlp_in_down", "mlp_in_up")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One layer: a mixer of tokens, followed by an MLP or experts. A layer may lack one of the two, with its norm."""
 
@@ -205,6 +221,7 @@ class LayerConfig:
     experts: ExpertsConfig | None = None  # in addition to the MLP, with separate norms, also one for the router
     norms: Literal["before", "after"] | None = None  # of its branches; None: as the decoder has them
     joined: bool = False  # its mixer reads the same input as the mixer of the layer before it, which has no MLP
+    aside: AsideConfig | None = None
     # Factors of the residual and of the branch where the mixer's result is added, and where the MLP's is.
     mixer_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
@@ -267,6 +284,9 @@ class DecoderConfig:
     norms_residual: bool = False  # the norm after a branch replaces the residual (post-norm)
     first_norm: bool = True  # the first layer normalises its input; else the embeddings were
     embedding_norm: bool = False  # the embeddings are normalised
+    # The norms before mixers and experts are multiplied by the sigmoid of an MLP of that size (A.X K2); None: they are
+    # not.
+    norm_gate: int | None = None
     input_norms: bool = True  # the input of each branch is normalised
     branch_norms: bool = False  # each branch is normalised before it is added to the residual
     # Branches.
@@ -371,7 +391,20 @@ class DecoderConfig:
         indexers = [one.index for one in self.attention if isinstance(one, LatentConfig) and one.index is not None]
         attention |= {3 * index.q_size + 16 * index.top_k for index in indexers}
         per_layer = 0 if self.per_layer is None else 3 * self.num_layers * self.per_layer.size + self.hidden_size
-        return sum(attention) + sum(states) + sum(dense) + max(experts, default=0) + per_layer
+        added = {weight.shape[0] for name, weight in self.weights.items() if name.endswith("_up.weight")}
+        joined = 3 * self.hidden_size if any(layer.aside is not None for layer in self.layers) else 0
+        return sum(attention) + sum(states) + sum(dense) + max(experts, default=0) + per_layer + sum(added) + joined
+
+    def holder(self, name: str) -> int | None:
+        """Return the layer that holds a weight that several layers may use; None: only the layer in its name does."""
+        kind, *path = name.split(".", 2)
+        aside = self.layers[int(path[0])].aside if kind == "layers" else None
+        return None if aside is None or path[1].startswith(AsideConfig.OWN_PARTS) else aside.weights_of
+
+    def stored_name(self, name: str) -> str:
+        """Return the name of a layer's weight in `weights`, where it may be that of an earlier layer."""
+        holder = self.holder(name)
+        return name if holder is None else f"layers.{holder}.{name.split('.', 2)[2]}"
 
     @cached_property
     def weights(self) -> dict[str, WeightShape]:
@@ -451,10 +484,10 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
     for i, layer in enumerate(config.layers):
         prefix = f"layers.{i}."
         for linear in _linears(config, layer):
-            rows = sum(linear.rows)
-            yield f"{prefix}{linear.name}.weight", WeightShape((rows, linear.columns), linear.rows)
+            rows, name = sum(linear.rows), config.stored_name(prefix + linear.name)
+            yield f"{name}.weight", WeightShape((rows, linear.columns), linear.rows)
             if linear.bias:
-                yield f"{prefix}{linear.name}.bias", WeightShape((rows,), linear.rows)
+                yield f"{name}.bias", WeightShape((rows,), linear.rows)
         for experts in (layer.mlp, layer.experts):
             if isinstance(experts, ExpertsConfig) and experts.corrected:
                 yield f"{prefix}correction", _whole(experts.count)
@@ -472,7 +505,7 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         if isinstance(layer.mixer, LatentConfig) and layer.mixer.own_index is not None:  # a LayerNorm in any model
             yield f"{prefix}index_norm.bias", _whole(layer.mixer.own_index.head_dim)
-        norms |= {prefix + name: size for name, size in _norms(config, layer).items()}
+        norms |= {config.stored_name(prefix + name): size for name, size in _norms(config, layer).items()}
     if not config.first_norm:
         del norms["layers.0.input_norm"]
     for name, size in norms.items():
@@ -486,11 +519,23 @@ def _whole(*shape: int) -> WeightShape:
 
 
 def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
-    H = config.hidden_size
+    H, aside = config.hidden_size, layer.aside
     if layer.mixer is not None:
-        yield from _mixer_linears(layer.mixer, H)
+        yield from _mixer_linears(layer.mixer, H, H if aside is None else 2 * H)
+    if aside is not None:
+        yield _Linear("aside", (H,), H, False)
+    if aside is not None and aside.qkv_rank is not None and isinstance(layer.mixer, AttentionConfig):
+        yield _Linear("qkv_down", (aside.qkv_rank,) * 3, 2 * H, False)
+        yield _Linear("qkv_up", layer.mixer.projected, aside.qkv_rank, False)
+    if aside is not None and aside.mlp_rank is not None and isinstance(layer.mlp, MlpConfig):
+        yield _Linear("mlp_in_down", (aside.mlp_rank,), H, False)
+        yield _Linear("mlp_in_up", layer.mlp.in_rows, aside.mlp_rank, False)
     if layer.mlp is not None:
         yield from _mlp_linears(layer.mlp, H)
+    if config.norm_gate is not None:
+        for norm in ("input_norm", "mlp_norm") if isinstance(layer.mlp, ExpertsConfig) else ("input_norm",):
+            yield _Linear(f"{norm}_down", (config.norm_gate,), H, False)
+            yield _Linear(f"{norm}_up", (H,), config.norm_gate, False)
     if (relative := config.relative) is not None and not relative.shared and isinstance(layer.mixer, AttentionConfig):
         for name, wanted in (("distance_keys", relative.keys), ("distance_queries", relative.queries)):
             if wanted:
@@ -513,7 +558,9 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
         norms["per_layer_norm"] = config.hidden_size
     before = config.input_norms if layer.norms is None else layer.norms == "before"
     after = config.branch_norms if layer.norms is None else layer.norms == "after"
-    if before and not layer.joined:
+    if layer.aside is not None:
+        norms["joined_norm"] = 2 * config.hidden_size
+    elif before and not layer.joined:
         norms["input_norm"] = config.hidden_size
     if before and config.branches != "parallel, one norm" and None not in (mixer, layer.mlp):
         norms["mlp_norm"] = config.hidden_size
@@ -537,15 +584,16 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
     return norms
 
 
-def _mixer_linears(mixer: Mixer, hidden_size: int) -> Iterator[_Linear]:
+def _mixer_linears(mixer: Mixer, hidden_size: int, in_size: int) -> Iterator[_Linear]:
     match mixer:
         case AttentionConfig():
-            yield _Linear("qkv", mixer.projected, hidden_size, mixer.bias)
+            yield _Linear("qkv", mixer.projected, in_size, mixer.bias)
             yield _Linear("output", (hidden_size,), mixer.q_size, mixer.output_bias)
         case LatentConfig(latent=latent, num_heads=heads, q_rank=rank):
             yield _Linear("qkv", (rank or mixer.q_size, latent + mixer.rope_dim), hidden_size, mixer.bias)
             if rank is not None:
-                yield _Linear("q", (mixer.q_size,), rank, False)
+                gates = (heads * mixer.v_dim,) * mixer.gated
+                yield _Linear("q", (mixer.q_size, *gates), 2 * rank if mixer.gated else rank, False)
             if rank is not None and (index := mixer.own_index) is not None:
                 yield _Linear("index_q", (index.q_size,), rank, False)
                 yield _Linear("index_k", (index.head_dim,), hidden_size, False)

@@ -20,6 +20,7 @@ from quire.models.decoder_config import (
     ExpertsConfig,
     IndexConfig,
     LatentConfig,
+    LayerConfig,
     Mixer,
     MlpConfig,
 )
@@ -177,6 +178,8 @@ class _Writer:
             return self.write_side_by_side()
         if self.config.joins_hidden:
             self.write_join()
+        if any(layer.aside is not None for layer in self.config.layers):
+            self.write(Copy(self.residual, self.buffer("embedding", self.residual.size)))
         if self.has("embedding_norm"):
             self.normalize("embedding_norm", self.residual, self.residual)
         return self.normalized_residual("layers.0.input_norm")
@@ -237,6 +240,8 @@ class _Writer:
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer, self.scope = config.layers[index], name
         after = "final_norm" if last else f"layers.{index + 1}.input_norm"
+        if layer.aside is not None:
+            return self.aside(index, layer, after)
         one_norm = config.branches == "parallel, one norm"
         if layer.mixer is None:
             if last:
@@ -246,9 +251,7 @@ class _Writer:
             if last:
                 also = (hidden,) if one_norm else () if self.per_layer is None else (self.per_layer,)
                 self.write(Keep((mixed, self.residual, *also)))
-            mixed = self.gathered("all mixed", mixed, None if self.shard is None else self.shard.mixed(index))
-            output = "state_out" if isinstance(layer.mixer, StateConfig) else "output"
-            self.project_parted(f"{name}{output}", mixed, self.branch)
+            self.project_mixed(index, mixed)
             self.end_branch(f"{name}output_norm", layer.mixer_scales)
             if layer.mlp is None:
                 if last or not config.layers[index + 1].joined:
@@ -280,6 +283,20 @@ class _Writer:
         if config.layer_scales:
             self.write(Scale(self.residual, float(tensor(self.weights[f"{name}scale"]))))
         return self.normalized_residual(after)
+
+    def aside(self, index: int, layer: LayerConfig, norm: str) -> Place:
+        """Write a block next to the residual. Return the place of the next layer's input, after its norm."""
+        name, H = f"layers.{index}.", self.residual.size
+        joined = self.buffer("joined", 2 * H)
+        self.write(Copy(self.residual, joined, self.buffer("embedding", H)))
+        self.normalize(f"{name}joined_norm", joined, joined)
+        self.project_mixed(index, self.mixed(index, cast(Mixer, layer.mixer), joined))
+        self.normalize(f"{name}mlp_norm", self.branch, self.branch)
+        self.mlp(name, self.branch, cast(MlpConfig, layer.mlp), self.branch)
+        self.project(f"{name}aside", self.branch, self.hidden)
+        self.write(Add(self.residual, self.hidden))
+        self.normalize(norm, self.hidden, self.hidden)
+        return self.hidden
 
     def add_experts(self, name: str, config: ExpertsConfig) -> None:
         """Compute experts from the residual and add their result to the branch."""
@@ -323,6 +340,12 @@ class _Writer:
                 return self.selective(index, config, hidden)
             case LinearUnitConfig():
                 return self.linear_unit(index, config, hidden)
+
+    def project_mixed(self, index: int, mixed: Place) -> None:
+        """Write the output projection of a layer's mixer to the branch."""
+        mixed = self.gathered("all mixed", mixed, None if self.shard is None else self.shard.mixed(index))
+        output = "state_out" if isinstance(self.config.layers[index].mixer, StateConfig) else "output"
+        self.project_parted(f"layers.{index}.{output}", mixed, self.branch)
 
     def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Return the place of the result."""
@@ -394,8 +417,11 @@ class _Writer:
             self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size), eps=config.norm_eps)
             if config.own_index is not None:
                 self.select(index, config.own_index, hidden, row)
-            q = self.buffer("q", config.q_size)
-            self.project(f"{name}q", row, q)
+            if config.gated:
+                self.write(Copy(row, row := self.buffer("q rows", 2 * q_size), q))
+            sizes = (config.q_size, heads * config.v_dim * config.gated)
+            self.project(f"{name}q", row, whole := self.buffer("q", sum(sizes)))
+            q, value_gate = self.columns(whole, *sizes)
         self.normalize(f"{name}latent_norm", latent, latent, eps=config.norm_eps)
         if config.rope_norm:
             self.normalize(f"{name}rope_norm", k_rope, k_rope, eps=config.norm_eps)
@@ -412,6 +438,8 @@ class _Writer:
         self.write(Attend(wide_q, mixed, index, group, dim, config.scale, None, None, selected=selected))
         values = self.buffer("values", heads * config.v_dim)
         self.write(Project(mixed, to_value, values))
+        if config.gated:
+            self.write(Gate(value_gate, values))
         if config.head_gated:
             self.project(f"{name}gates", hidden, gates := self.buffer("gates", heads))
             self.gate_heads(gates, values)
@@ -542,9 +570,8 @@ class _Writer:
         convolved = self.convolved(index, x, None)
         gates = []
         for part in ("decay", "input"):
-            weight = tensor(self.weights[f"{name}{part}_heads"]).transpose(1, 2).to(self.dtype)  # [heads, out, in]
             gates.append(out := self.buffer(part, size))
-            self.write(Project(convolved, self.linears.heads(weight.contiguous()), out))
+            self.project_heads(tensor(self.weights[f"{name}{part}_heads"]).transpose(1, 2), convolved, out)
         bias = torch.stack([tensor(self.weights[f"{name}{part}_bias"]).flatten() for part in ("decay", "input")])
         rate = -8.0 * torch.nn.functional.softplus(tensor(self.weights[f"{name}A_log"]))
         rate = rate.view(-1, 1, config.head_dim)
@@ -668,7 +695,7 @@ class _Writer:
 
     def has(self, name: str) -> bool:
         """Return whether the model has a weight of that name."""
-        return f"{name}.weight" in self.weights
+        return f"{self.config.stored_name(name)}.weight" in self.weights
 
     def buffer(self, name: str, width: int) -> Place:
         """Return a whole buffer. Layers share buffers of the same name and width."""
@@ -684,6 +711,7 @@ class _Writer:
 
     def bias(self, name: str) -> Tensor | None:
         """Return a linear's bias; None if it has none."""
+        name = self.config.stored_name(name)
         return tensor(self.weights[f"{name}.bias"]) if f"{name}.bias" in self.weights else None
 
     def expert(self, name: str) -> Linear:
@@ -692,24 +720,34 @@ class _Writer:
         return self.linears.linear(weight, self.bias(name))
 
     def linear(self, name: str) -> Linear:
-        """Return a linear of a layer."""
+        """Return a linear of a layer. It may be read again: by another layer, or for relative positions."""
+        name = self.config.stored_name(name)
         if name in self.made:
             return self.made[name]
         weight, bias = self.weights[f"{name}.weight"], self.bias(name)
         if isinstance(weight, StackedWeight):
-            linear = self.linears.joined(weight.parts, bias)
+            self.made[name] = self.linears.joined(weight.parts, bias)
         else:
-            linear = self.linears.linear(weight, bias)
-        if self.distances is not None:
-            self.made[name] = linear  # relative positions may be projected by it, too
-        return linear
+            self.made[name] = self.linears.linear(weight, bias)
+        return self.made[name]
 
     def project(self, name: str, x: Place, out: Place) -> None:
-        """Write out = linear(x), and its LoRA adapters if enabled."""
+        """Write out = linear(x), its low-rank part if it has one, and its LoRA adapters if enabled."""
         self.write(Project(x, self.linear(name), out), name)
-        if self.loras is not None:
+        if self.has(f"{name}_down"):
+            down, up = (self.config.weights[f"{name}_{part}.weight"].shape for part in ("down", "up"))
+            row, added = self.buffer("low rank", down[0]), self.buffer("added", out.size)
+            self.project(f"{name}_down", x, row)
+            heads = tensor(self.weights[f"{name}_up.weight"]).view(down[0] // up[1], -1, up[1])
+            self.project_heads(heads, row, added)
+            self.write(Add(added, out))
+        if self.loras is not None and self.config.holder(name) is None:
             parts = len(self.config.weights[f"{name}.weight"].parts)
             self.write(AddLora(x, self.loras.made(name, x.size, out.size, parts), out))
+
+    def project_heads(self, weight: Tensor, x: Place, out: Place) -> None:
+        """Write out = the product of each part of x with its own weight: [heads, out, in]."""
+        self.write(Project(x, self.linears.heads(weight.to(self.dtype).contiguous()), out))
 
     def project_parted(self, name: str, x: Place, out: Place) -> None:
         """Write `project` split between ranks: each rank computes some columns, then all gather all of them."""
@@ -739,11 +777,18 @@ class _Writer:
         eps: float | None = None,  # None: that of the model
     ) -> None:
         """Write out = norm(x). With `residual`, add x to it first and normalise the sum."""
-        weight, bias = tensor(self.weights[f"{name}.weight"]), self.bias(name)
+        weight, bias = tensor(self.weights[f"{self.config.stored_name(name)}.weight"]), self.bias(name)
         if self.config.norm == "layer" and bias is None:
             bias = torch.zeros_like(weight)  # a bias makes the operator a LayerNorm instead of an RMSNorm
         epsilon = self.config.norm_eps if eps is None else eps
         self.write(Normalize(x, out, weight, bias, epsilon, residual, heads), name)
+        if self.has(f"{name}_down"):
+            size = cast(int, self.config.norm_gate)
+            row, opened, gate = self.buffer("inner", size), self.buffer("opened", size), self.buffer("gate", out.size)
+            self.project(f"{name}_down", out, row)
+            self.write(Activate(row, opened, SILU))
+            self.project(f"{name}_up", opened, gate)
+            self.write(Gate(gate, out))
 
     def normalize_heads(self, name: str, x: Place, out: Place, heads: int) -> None:
         """Write out = x, normalised by heads, with the weight of that name if it exists."""

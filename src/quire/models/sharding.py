@@ -148,7 +148,7 @@ class ShardWeights(Mapping[str, Weight]):
         weight = f"{name.removesuffix('.bias')}.weight" if path[-1] == "bias" else name
         if part in ("output", "state_in", "state_out", "mlp_out"):
             return [share(whole.weights[weight].shape[0])]
-        if part == "mlp_in":
+        if part in ("mlp_in", "mlp_in_up"):
             return _of_each(whole.weights[weight].parts, share)
         heads = heads_of(mixer)
         if part == "qkv" and heads is None:
@@ -160,7 +160,8 @@ class ShardWeights(Mapping[str, Weight]):
                 q, *others = whole.weights[weight].parts
                 return [_wide(share(mixer.num_heads), q // mixer.num_heads), range(q, q + sum(others))]
             if part in ("q", "kv", "gates"):
-                return [_wide(share(mixer.num_heads), whole.weights[weight].shape[0] // mixer.num_heads)]
+                parts = whole.weights[weight].parts
+                return _of_each(parts, lambda size: _wide(share(mixer.num_heads), size // mixer.num_heads))
         return None
 
     def _attention_rows(self, part: str, mixer: AttentionConfig) -> list[range] | None:
@@ -168,7 +169,7 @@ class ShardWeights(Mapping[str, Weight]):
         q = shard.q_heads(mixer.num_heads, mixer.num_kv_heads, shard.exchange.rank)
         if part == "sinks":
             return [q]
-        if part != "qkv":
+        if part not in ("qkv", "qkv_up"):
             return None
         kv = shard.kv_heads(mixer.num_kv_heads, shard.exchange.rank)
         parts = [(q, D, mixer.q_size), *([(q, D, mixer.q_size)] if mixer.gated else [])]

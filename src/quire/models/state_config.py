@@ -265,18 +265,19 @@ class SelectiveConfig:
     conv_bias: bool
     norm_eps: float | None = None  # of the norms of dt, B and C; None: they are not normalised
     norm_weights: bool = False
+    parts: int = 1  # of the channels, each with separate projections to dt, B and C: blocks of the whole ones
 
     @property
     def head_dim(self) -> int:
         """Channels whose states are computed together."""
-        return divisor(self.width, 64)
+        return divisor(self.width // self.parts, 64)
 
     @property
     def sizes(self) -> StateSizes:
         """The sizes that the cache needs."""
         heads, dim = self.width // self.head_dim, self.head_dim
-        sizes = {"num_heads": heads, "num_k_heads": 1, "dim_k": self.state_dim, "dim_v": dim, "dim_decay": dim}
-        return StateSizes(**sizes, width=self.width, taps=self.taps)
+        sizes = {"num_heads": heads, "dim_k": self.state_dim, "dim_v": dim, "dim_decay": dim}
+        return StateSizes(**sizes, num_k_heads=self.parts, width=self.width, taps=self.taps)
 
     @property
     def out_size(self) -> int:
@@ -291,12 +292,12 @@ class SelectiveConfig:
     @property
     def x_parts(self) -> tuple[int, ...]:
         """The output sizes of the second projection: dt, before its own projection; C, B."""
-        return (self.rank, self.state_dim, self.state_dim)
+        return (self.parts * self.rank, *(self.parts * self.state_dim,) * 2)
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the name and sizes of each other projection before the state."""
         yield "state_x", sum(self.x_parts), self.width
-        yield "state_dt", self.width, self.rank
+        yield "state_dt", self.width, self.x_parts[0]
 
     def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of each weight that is not a linear's."""

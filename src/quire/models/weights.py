@@ -8,7 +8,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -190,8 +190,16 @@ class Sources:
     # Our layer and part -> theirs, if these depend on the layer; None: use `layer`.
     parts: Callable[[int, str], tuple[str, ...] | None] | None = None
     zeros: re.Pattern[str] | None = None  # parts of a weight that are zero and never in a checkpoint
-    numbers: Sequence[int] | None = None  # their layer of each of ours; None: the same
+    numbers: Sequence[int | str] | None = None  # their layer of each of ours; None: the same
+    # Parts of their tensors' names -> those of the modules in transformers, by which adapters name them.
+    renamed: Mapping[str, str] = field(default_factory=dict)
     more_tokens: int = 0  # last rows of their embedding, of tokens that are not in the vocabulary
+
+    def module(self, name: str) -> str:
+        """Return the name in transformers of a module that a checkpoint or an adapter may name otherwise."""
+        for theirs, new in self.renamed.items():
+            name = name.replace(theirs, new)
+        return name
 
     def of(self, name: str) -> tuple[str, ...]:
         """Return the checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
@@ -377,7 +385,7 @@ class Weights(Mapping[str, Weight]):
         if name == "embedding" and self._sources.more_tokens:
             tensor = tensor[: -self._sources.more_tokens]
         ours = tensor
-        if self._sources.adapt is not None and tensor.numel() == home.numel():
+        if self._sources.adapt is not None and (tensor.numel() == home.numel() or tensor.dim() > home.dim()):
             ours = self._sources.adapt(name, part, tensor)
         if ours.shape != home.shape:
             raise ModelError(

@@ -226,11 +226,21 @@ class Add(BaseOperator):
 
 @dataclass(frozen=True)
 class Copy(BaseOperator):
-    """out = x."""
+    """out = x, and `beside` in the columns after it."""
 
     kind = "copy"
     x: Place
     out: Place
+    beside: Place | None = None
+
+    @property
+    def parts(self) -> list[Copy]:
+        """The equivalent copies of one place each, which fill separate columns of `out`."""
+        if self.beside is None:
+            return [self]
+        ends = self.out.first, self.out.first + self.x.size
+        places = zip((self.x, self.beside), ends, strict=True)
+        return [Copy(place, Place(self.out.buffer, first, place.size)) for place, first in places]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ class Decoders:
     blocks, only when it ends or is updated.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, *, is_sparse: bool = False) -> None:
+        """is_sparse: attention is to chosen keys, so the cost of a step depends on more than the number of keys."""
+        self._is_sparse = is_sparse
         self.step = 0  # number of steps so far
         self.latest = 0.0  # time of their latest tokens, in seconds
         self.keys = 0  # tokens that all of them together have computed
@@ -76,7 +78,7 @@ class Decoders:
     def gather(self, latest: Mapping[str, float]) -> None:
         """Add the next running requests while they only decode. latest: time of each request's latest token."""
         running, as_of, step = self._scheduler.running, self._as_of, self.step
-        if self._manager.frees_early or self._scheduler.speculation is not None:
+        if self._is_sparse or self._manager.frees_early or self._scheduler.speculation is not None:
             return
         while len(as_of) < len(running):
             request = running[len(as_of)]

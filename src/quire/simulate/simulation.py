@@ -145,7 +145,7 @@ class Simulation:
             check_number(ConfigError, "draft_acceptance", draft_acceptance, 0.0, 1.0)
             drafter = SimulatedDrafter(draft_acceptance, seed)
             self.scheduler.speculation = Speculation([drafter], count, self.clock)
-        self.decoders = Decoders(self.scheduler)
+        self.decoders = Decoders(self.scheduler, is_sparse=bool(self.cost.model.indexes))
         self._hash = blake2b(digest_size=16) if hashed else None
         self._params: dict[int, SamplingParams] = {}  # by max_tokens
         self._arrivals: dict[str, float] = {}  # of requests without a token yet

@@ -81,4 +81,6 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     layer = {part: tuple(name.replace("self_attn", "attention") for name in named) for part, named in ours.items()}
     layer |= {**EXPERTS, "correction": ("mlp.gate.expert_bias",)}
     ends = {**theirs.ends, "embedding": "model.word_embeddings.weight"}
-    return replace(theirs, layer=layer, ends=ends, ignored=llama.beyond(config))
+    renamed = {".attention.dense": ".self_attn.o_proj", ".attention.f_": ".self_attn.forget_gate.f_"}
+    renamed |= {".attention.": ".self_attn."}
+    return replace(theirs, layer=layer, ends=ends, ignored=llama.beyond(config), renamed=renamed)

@@ -1,6 +1,7 @@
-"""DeepSeek-V2, V3, V3.2, R1, GLM-5: multi-head latent attention, and a mixture of experts with shared experts.
+"""DeepSeek-V2, V3, V3.2, R1, GLM-5, A.X K2: multi-head latent attention, and experts, some of them shared.
 
-The attention of DeepSeek-V3.2 and GLM-5 is sparse: an indexer chooses the keys that a row attends to.
+The attention of DeepSeek-V3.2, GLM-5 and A.X K2 is sparse: an indexer chooses the keys that a row attends to. A.X K2
+has gates of values, and of some norms.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from quire.models.weights import Sources
 
 NO_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.bias")  # q_proj has no bias, despite attention_bias
 V3, V32, GLM5 = "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
+AXK2 = "AXK2ForCausalLM"
 V3_DEFAULTS = {
     "max_position_embeddings": 4096,
     "moe_intermediate_size": 2048,
@@ -47,14 +49,20 @@ GLM5_DEFAULTS = SPARSE_DEFAULTS | {
     "max_position_embeddings": 202_752, "index_n_heads": 32, "q_lora_rank": 2048, "n_group": 1, "topk_group": 1,
     "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-DEFAULTS = {V3: V3_DEFAULTS, V32: SPARSE_DEFAULTS, GLM5: GLM5_DEFAULTS}
+AXK2_DEFAULTS = {
+    "vocab_size": 163_840, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131_072,
+    "moe_intermediate_size": 512, "n_routed_experts": 128, "routed_scaling_factor": 2.5, "kv_lora_rank": 128,
+    "q_lora_rank": 384, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "index_n_heads": 16,
+}  # fmt: skip
+DEFAULTS = {V3: V3_DEFAULTS, V32: SPARSE_DEFAULTS, GLM5: GLM5_DEFAULTS, AXK2: AXK2_DEFAULTS}
 INDEXER = "self_attn.indexer"
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises ModelError for an unknown key or an invalid value."""
     name = next((name for name in architectures(raw) if name in DEFAULTS), None)
-    third, sparse = name is not None, name in (V32, GLM5)
+    third, sparse = name is not None, name in (V32, GLM5, AXK2)
     config = ConfigReader({**DEFAULTS.get(name or "", {}), **raw}, "deepseek")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
@@ -76,10 +84,15 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     interleaved = not third or config.flag("rope_interleave", True)
     mixer = _attention(config, sizes, interleaved)
     experts = _v3_experts(config) if third else _v2_experts(config)
-    layers = first_dense(config, mixer, sizes.inner, experts, 3 if third else 0, sizes.num_layers)
+    first, gate = 3 if third else 0, None
+    if name == AXK2:
+        config.only("moe_layer_freq", 1)
+        config.only("n_group", 1)  # transformers' code may choose experts of other groups, whose scores it sets to 0
+        first, gate, mixer = 1, config.integer("gated_norm_rank", 16), replace(mixer, gated=True)
+    layers = first_dense(config, mixer, sizes.inner, experts, first, sizes.num_layers)
     if sparse:
         layers = _sparse(config, layers, name == GLM5)
-    decoder = DecoderConfig(**sizes.decoder, layers=layers)
+    decoder = DecoderConfig(**sizes.decoder, layers=layers, norm_gate=gate)
     config.finish()
     return decoder
 
@@ -190,6 +203,14 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
         "index_norm": (f"{INDEXER}.k_norm",),
         "index_weights": (f"{INDEXER}.weights_proj",),
     }
+    if config.norm_gate is not None:
+        layer["input_norm"] = ("input_layernorm.norm",)
+        for ours, norm in (("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")):
+            layer |= {f"{ours}_down": (f"{norm}.W_down",), f"{ours}_up": (f"{norm}.W_up",)}
+        gated = {i for i, one in enumerate(config.layers) if isinstance(one.mlp, ExpertsConfig)}
+        own = {"mlp_norm": ("post_attention_layernorm.norm",)}
+        renamed = {"W_down": "mlp.fc1", "W_up": "mlp.fc2", "self_attn.q_b_proj": "self_attn.q_gate_proj"}
+        theirs = replace(theirs, parts=lambda i, part: own.get(part) if i in gated else None, renamed=renamed)
     adapt = partial(adapted, config)
     layer = {**theirs.layer, **EXPERTS, **layer}
     return replace(theirs, layer=layer, ignored=llama.beyond(config), zeros=NO_BIAS, adapt=adapt)
@@ -221,8 +242,8 @@ def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tens
         return torch.cat([turned[:, ::2], turned[:, 1::2], plain], 1).flatten(0, 1)
     if ".q_proj." in part or ".q_b_proj." in part:
         heads = tensor.unflatten(0, (mixer.num_heads, -1))  # type: ignore[no-untyped-call]
-        plain, turned = heads[:, : mixer.plain_dim], heads[:, mixer.plain_dim :]
-        return torch.cat([turned[:, ::2], turned[:, 1::2], plain], 1).flatten(0, 1)
+        plain, turned, gates = torch.tensor_split(heads, (mixer.plain_dim, mixer.plain_dim + mixer.rope_dim), 1)
+        return torch.cat([torch.cat([turned[:, ::2], turned[:, 1::2], plain], 1).flatten(0, 1), gates.flatten(0, 1)])
     return tensor
 
 

@@ -113,7 +113,8 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     theirs = deepseek.weight_sources(config, names)
     mlp = "block_sparse_moe" if any(".block_sparse_moe.up_proj." in name for name in names) else "mlp"  # transformers
     dense = {"mlp_in": (f"{mlp}.gate_proj", f"{mlp}.up_proj"), "mlp_out": (f"{mlp}.down_proj",)}
-    return replace(theirs, layer={**theirs.layer, **LAYER, **dense}, adapt=partial(_adapt, config))
+    renamed = {"block_sparse_moe.": "mlp.", "self_attn.f_": "self_attn.forget_gate.f_"}
+    return replace(theirs, layer={**theirs.layer, **LAYER, **dense}, adapt=partial(_adapt, config), renamed=renamed)
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:

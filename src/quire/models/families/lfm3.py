@@ -73,4 +73,5 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     if any(mixer.head_gated for mixer in config.attention if isinstance(mixer, AttentionConfig)):
         gate = "gate_proj" if any(name.endswith(".self_attn.gate_proj.weight") for name in names) else "g_proj"
         layer["qkv"] = (*LAYER["qkv"], f"self_attn.{gate}")
-    return Sources(ENDS, "model.layers.{}.", layer, adapt=adapted)
+    renamed = {"self_attn.gate_proj": "self_attn.g_proj"}
+    return Sources(ENDS, "model.layers.{}.", layer, adapt=adapted, renamed=renamed)

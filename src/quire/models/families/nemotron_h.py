@@ -117,4 +117,5 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Map the decoder's weights to the tensors of a checkpoint that has tensors of these names."""
     theirs = mamba2.weight_sources(config, names)
     together = any(name.endswith(".experts.up_proj") for name in names)
-    return replace(theirs, layer={**theirs.layer, **LAYER, **(TOGETHER if together else APART)}, ignored=UNUSED)
+    layer = {**theirs.layer, **LAYER, **(TOGETHER if together else APART)}
+    return replace(theirs, layer=layer, ignored=UNUSED, renamed={"backbone.": "model."})

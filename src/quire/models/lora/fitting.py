@@ -48,7 +48,7 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
 
 def _target(loras: Loras, directory: Path, module: str) -> tuple[str, Target, LoraTable]:
     """Return the model's module of that name, ignoring a prefix of either name, and its table. Raises ModelError."""
-    targets, name = loras.targets, module
+    targets, name = loras.targets, loras.module(module)
     if loras.part is not None:
         own = loras.part.name(f"{module}.weight")
         if own is None:
@@ -91,15 +91,15 @@ def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables)
         table = tables.by_name.get(name.removesuffix(".weight"))
         first = 0
         for part, size in zip(parts, rows if len(parts) > 1 else shape[:1], strict=True):
-            module = _module(part)
-            if table is None:
-                found[module] = Target(None, _refusal(name))
+            module = sources.module(_module(part))
+            if table is None or not part.endswith(".weight"):  # a parameter is no module
+                found[module] = Target(None, _refusal(name, config.holder(name) is not None))
             else:
                 order = _order(sources.adapt, name, part, size)
                 found[module] = Target(table, "", first, size, order)
             first += size
     for theirs in sources.ends.values():  # includes a tied output projection
-        found.setdefault(_module(theirs), Target(None, _refusal("")))
+        found.setdefault(sources.module(_module(theirs)), Target(None, _refusal("")))
     return found
 
 
@@ -116,7 +116,9 @@ def _order(adapt: Callable[[str, str, Tensor], Tensor] | None, name: str, part: 
     return None if torch.equal(moved, usual) else moved
 
 
-def _refusal(name: str) -> str:
+def _refusal(name: str, is_shared: bool = False) -> str:
+    if is_shared:
+        return "several layers use it"
     if ".experts." in name:
         return "it is of experts, whose rows are gathered by expert"
     if ".router." in name:
@@ -125,4 +127,6 @@ def _refusal(name: str) -> str:
         return "it weights the heads of an indexer"
     if name.endswith(".kv.weight"):
         return "it is folded into the query and the output of a latent attention"
+    if name.endswith("_up.weight"):
+        return "it is the second matrix of a product that is added to another linear's"
     return "it is no linear of a layer"

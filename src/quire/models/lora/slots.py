@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +78,7 @@ class Loras:
         self.by_name: dict[str, Lora] = {}  # adapters that requests may name
         self.targets, self.dtype, self.device = targets, dtype, device
         self.part: TextPart | None = None  # the served part of the checkpoint; set after loading
+        self.module: Callable[[str], str] = str  # a module's name in an adapter -> its name in `targets`; set likewise
         self._tables = list({id(one.table): one.table for one in targets.values() if one.table is not None}.values())
         self.left: set[int] = set()  # slots of unloaded adapters that running requests may still use
 

@@ -179,7 +179,7 @@ class Step:
             case op.Add():
                 at(operator.out).add_(at(operator.x))
             case op.Copy():
-                self.put(operator.out, at(operator.x).clone())
+                self.put(operator.out, torch.cat([at(part.x) for part in operator.parts], 1))
             case op.Scale():
                 at(operator.x).mul_(operator.factor)
             case op.Keep():

@@ -375,7 +375,7 @@ class NativeExecutor:
 
 def _parts(operator: Operator) -> Sequence[Operator]:
     """Return the operators that the library runs in sequence for one operator."""
-    return operator.parts if isinstance(operator, op.Project) else [operator]
+    return operator.parts if isinstance(operator, op.Project | op.Copy) else [operator]
 
 
 def _sizes(operator: Cached) -> dict[str, int]:
