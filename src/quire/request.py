@@ -575,6 +575,9 @@ class ImageRows(NamedTuple):
     values: Any
     turns: ImageTurns | None = None  # None: rows are rotated by their positions
     placeholder: int = 0  # the token of the vocabulary that such a row has in the tokenizer's output
+    # From and to which position rows see one another and are computed in one step; empty: they see those before them.
+    runs: Sequence[tuple[int, int]] = ()
+    only_windowed: bool = False  # they see one another only in layers with a window
 
     def begun_in(self, start: int, stop: int) -> bytes:
         """Return the digests of the images that begin at these positions."""
@@ -595,6 +598,15 @@ class ImageRows(NamedTuple):
             for (first, digest), end in zip(self.starts, nexts, strict=True)
             if first < stop and start <= self.positions[end - 1]
         ]
+
+    def uncut(self, end: int) -> int:
+        """Return the last position up to `end` before which a step may end: it lies within no run."""
+        return next((first for first, stop in self.runs if first < end < stop), end)
+
+    @property
+    def longest_run(self) -> int:
+        """The number of rows of the longest run."""
+        return max((stop - first for first, stop in self.runs), default=0)
 
 
 class Holder(NamedTuple):

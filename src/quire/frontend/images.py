@@ -71,7 +71,7 @@ class PromptImages:
                     self._encoder = self._load()
                 except (ModelError, MissingPackage) as error:
                     raise RequestError(f"this model's images cannot be read: {error}") from error
-            tokens = self._encoder.tokenize(text, images)
+            tokens, both_ways = self._encoder.tokenize(text, images), self._encoder.both_ways
             if len(tokens) > self._longest:
                 raise RequestError(
                     f"the prompt has {len(tokens)} tokens with its images; it must have at most {self._longest}",
@@ -90,7 +90,9 @@ class PromptImages:
         counts = [len(part.values) for part in parts]
         first = positions[np.cumsum([0, *counts[:-1]])].tolist()
         rows = image_rows(tokens, self._encoder.placeholder, list(zip(first, digests, strict=True)))
-        return tokens, rows._replace(values=values, turns=_turns(len(tokens), positions, parts))
+        runs = () if both_ways == "no" else _runs(positions)
+        turns = _turns(len(tokens), positions, parts)
+        return tokens, rows._replace(values=values, turns=turns, runs=runs, only_windowed=both_ways == "windowed")
 
     def close(self) -> None:
         """End the process that decodes."""
@@ -214,6 +216,12 @@ def _turns(num_prompt: int, positions: NDArray[np.int64], parts: Sequence[Encode
         of_tokens[end:] += max(part.grid[1:]) - count
         first += count
     return ImageTurns(of_tokens[:-1], np.concatenate(of_images), num_prompt - int(of_tokens[-1]))
+
+
+def _runs(positions: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return from and to which position rows of images follow one another."""
+    cuts = np.flatnonzero(np.diff(positions) > 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts)]
 
 
 def _digest(image: EncodedImage) -> bytes:

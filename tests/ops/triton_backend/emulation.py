@@ -26,7 +26,7 @@ class Emulator:
         return lambda *arguments, **constants: self.launch(grid[0], *arguments, **constants)
 
     def launch(
-        self, programs, k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, tables, sinks,
+        self, programs, k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, ends, tables, sinks,
         reports, num_items, num_heads, num_blocks, turns, q_token, q_head, out_token, out_head, scale,
         window, G, B, D, N, GROUPS, STAGES, CAUSAL, REGISTERS, COPY_REGISTERS, num_warps, maxnreg,
     ) -> None:  # fmt: skip
@@ -38,7 +38,7 @@ class Emulator:
         assert maxnreg * warps * 32 <= 64 * 1024
         assert maxnreg * warps * 32 >= (REGISTERS * GROUPS + COPY_REGISTERS) * 4 * 32
         self.items = items[: num_items * 8].view(-1, 8).tolist()
-        self.rows, self.positions = rows.view(-1, 2), positions
+        self.rows, self.positions, self.ends = rows.view(-1, 2), positions, ends
         self.k, self.v, self.tables, self.q = k_desc.base, v_desc.base, tables, q
         self.G, self.B, self.N, self.scale, self.causal, self.window = G, B, N, scale, CAUSAL, window
         heads = num_heads * G
@@ -100,11 +100,10 @@ class Emulator:
         tokens, parts = entries[:, 0].tolist(), entries[:, 1].tolist()
         q = self.q[tokens, head * G : head * G + G].flatten(0, 1).float()
         start, limit = torch.full((len(q),), begin), torch.full((len(q),), hi)
-        position = self.positions[tokens].repeat_interleave(G)
         if self.causal:
-            limit = limit.minimum(position + 1)
+            limit = limit.minimum(self.ends[tokens].repeat_interleave(G))
         if self.window is not None:
-            start = position - self.window + 1
+            start = self.positions[tokens].repeat_interleave(G) - self.window + 1
         mix = torch.zeros(len(q), self.q.shape[2])
         top, total = torch.full((len(q),), -torch.inf), torch.zeros(len(q))
         tiles = max(1, -(-(hi - begin) // N))

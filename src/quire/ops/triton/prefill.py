@@ -248,9 +248,10 @@ def _step(
 
 @gluon.jit
 def _compute(
-    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks, reports, num_items,
-    num_heads, turns, q_token, q_head, out_token, out_head, scale, window, WHICH: gl.constexpr, G: gl.constexpr,
-    B: gl.constexpr, D: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, ends, sinks, reports,
+    num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
+    WHICH: gl.constexpr, G: gl.constexpr, B: gl.constexpr, D: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute a warp group's rows of every item: 64 // G tokens, those after the rows of the groups before it."""
     P: gl.constexpr = B if B < N else N
@@ -302,10 +303,9 @@ def _compute(
             start = limit
             if CAUSAL:
                 token = gl.load(rows + (first_row + row // G) * 2, mask=held, other=0)
-                position = gl.load(positions + token, mask=held, other=-1)
-                limit = gl.minimum(limit, position + 1)
+                limit = gl.minimum(limit, gl.load(ends + token, mask=held, other=0))
                 if WINDOW:
-                    start = position - window + 1
+                    start = gl.load(positions + token, mask=held, other=0) - window + 1
             tiles = gl.maximum((hi - begin + N - 1) // N, 1)
             first = begin + (tiles - 1) * N
 
@@ -408,7 +408,7 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["num_items", "num_heads", "num_blocks", "turns", "window"])
 def prefill(
-    k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, tables, sinks, reports, num_items,
+    k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, ends, tables, sinks, reports, num_items,
     num_heads, num_blocks, turns, q_token, q_head, out_token, out_head, scale, window,
     G: gl.constexpr, B: gl.constexpr, D: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
@@ -437,13 +437,13 @@ def prefill(
         gl.warp_specialize(
             [
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, ends,
+                    sinks, reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     0, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, ends,
+                    sinks, reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     1, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_copy, (
@@ -457,18 +457,18 @@ def prefill(
         gl.warp_specialize(
             [
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, ends,
+                    sinks, reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     0, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, ends,
+                    sinks, reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     1, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
-                    reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, ends,
+                    sinks, reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale, window,
                     2, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_copy, (
