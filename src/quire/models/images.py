@@ -10,6 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -63,8 +64,9 @@ class ImageEncoder:
         check_installed("images", "PIL")
         import transformers
 
-        self.config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
-        self.processor = _processor(files, self.config)
+        with files.for_transformers() as where:
+            self.config = transformers.AutoConfig.from_pretrained(where, local_files_only=True)
+            self.processor = _processor(files, where, self.config)
         self.placeholder = int(getattr(self.config, "image_token_id", None) or self.config.image_token_index)
         self._model = _vision_part(files, self.config, dtype, backend)
         self._takes = inspect.signature(self._model.get_image_features).parameters
@@ -120,14 +122,13 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
-def _processor(files: Files, config: Any) -> Any:
-    """Return the checkpoint's processor, without its parts for videos and sound."""
+def _processor(files: Files, where: Path, config: Any) -> Any:
+    """Return the checkpoint's processor, without its parts for videos and sound. where: the files of its settings."""
     from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Config
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     # SmolVLM's processor differs from that of Idefics3 only in videos, for which it requires a package.
     kind = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
-    where = str(files.path)
     try:
         parts = {
             "image_processor": AutoImageProcessor.from_pretrained(where, local_files_only=True, backend="pil"),
@@ -135,7 +136,7 @@ def _processor(files: Files, config: Any) -> Any:
         }
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
-            f"{where}: its image processor cannot be read: {' '.join(str(error).split())[:300]}"
+            f"{files.path}: its image processor cannot be read: {' '.join(str(error).split())[:300]}"
         ) from error
     # A subclass, since transformers' class requires the video processor, which requires torchvision.
     own = {
@@ -168,13 +169,17 @@ def _vision_part(files: Files, config: Any, dtype: torch.dtype, backend: Backend
             state_dict={name: tensors[name] for name in tensors.names if UNREAD.match(name)},
             dtype=dtype,
             attn_implementation={"": "eager", "vision_config": "quire"},
+            ignore_mismatched_sizes=True,  # the report has them
             output_loading_info=True,
         )
-    missing = sorted(name for name in report["missing_keys"] if UNREAD.match(name))
-    superfluous = sorted(report["unexpected_keys"])
-    if missing or superfluous:
-        what = f"lacks {missing[0]}" if missing else f"has {superfluous[0]}, which no module takes"
-        raise ModelError(f"{files.path}: the vision part {what}")
+    faults = {
+        "lacks {}": [name for name in report["missing_keys"] if UNREAD.match(name)],
+        "has {}, which no module takes": report["unexpected_keys"],
+        "has {}, not in the shape of its configuration": [name for name, *_ in report["mismatched_keys"]],
+    }
+    for what, names in faults.items():
+        if names:
+            raise ModelError(f"{files.path}: the vision part {what.format(min(names))}")
     model.eval()
     replace_patches(model)
     replace_linears(model, Packing(backend.linears("cpu", False), Quantisation(), dtype, "cpu"), CurrentLora())
