@@ -58,8 +58,15 @@ def test_numbers_are_those_of_transformers_with_the_same_bits_in_every_batch(tmp
     report = again[0].prefix_report
     assert report is not None
     assert (report.num_cached > 0 and report.miss is None) or report.miss is Miss.SHORT
-    with LLM(str(tmp_path), num_blocks=24, max_num_batched_tokens=16, **OPTIONS) as small:  # chunks, preemption
-        others = small.generate(prompts, GREEDY, use_tqdm=False)
+    budget = {"gemma3": 20, "gemma4": 80}.get(kind, 16)  # for the rows of an image that see one another, and 3 others
+    chunks = {"max_num_batched_tokens": budget, "max_num_seqs": 4}
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        with LLM(str(tmp_path), num_blocks=24, **chunks, **OPTIONS) as small:  # and preemption
+            others = small.generate(prompts, GREEDY, use_tqdm=False)
+    finally:
+        torch.set_num_threads(threads)
     for output, other in zip([*found, found[0]], [*others, *again], strict=True):
         assert other.outputs[0].token_ids == output.outputs[0].token_ids
         assert other.outputs[0].logprobs == output.outputs[0].logprobs
@@ -176,12 +183,24 @@ def test_replaced_weights_have_their_own_encoder_and_blocks(smolvlm: Path) -> No
     assert after.outputs[0].token_ids == before[0].outputs[0].token_ids
 
 
+def test_an_image_that_one_step_computes_must_fit(tmp_path: Path) -> None:
+    mark = save_images_model(tmp_path, "gemma3")
+    prompt = {"prompt": f"a {mark} b", "multi_modal_data": {"image": pictures(1)[0]}}
+    for budget, most in ((18, 15), (19, 16)):
+        with LLM(str(tmp_path), num_blocks=50, max_num_batched_tokens=budget, max_num_seqs=4, **OPTIONS) as llm:
+            if most == 16:
+                assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+                continue
+            with pytest.raises(RequestError, match=r"image of 16 rows.*at most 15: raise max_num_batched_tokens to 19"):
+                llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
 def test_equal_rows_in_other_places_are_other_images() -> None:
     """What is rotated by another grid has other K, so no block of one image may be found for the other."""
     [picture] = pictures(1)
     rows = torch.ones(16, 64)
     tokens = [9, *[3] * 16]
-    encoder = SimpleNamespace(placeholder=3, depends_on_count=False, tokenize=lambda *_: tokens)
+    encoder = SimpleNamespace(placeholder=3, depends_on_count=False, both_ways="no", tokenize=lambda *_: tokens)
     found = []
     for grid in ((1, 4, 4), (1, 2, 8)):
         encoder.encode = lambda *_, grid=grid: EncodedImage(rows, grid)

@@ -572,10 +572,22 @@ class ImageRows(NamedTuple):
     starts: Sequence[tuple[int, bytes]]  # of each image, its first position and the digest of its rows and their places
     values: Any  # a torch.Tensor [N, H], on the host; of some models, rows to add after the first layers follow, H each
     turns: ImageTurns | None = None  # None: rows are rotated by their positions
+    # From and to which position rows see one another and are computed in one step; empty: they see those before them.
+    runs: Sequence[tuple[int, int]] = ()
+    only_windowed: bool = False  # they see one another only in layers with a window
 
     def begun_in(self, start: int, stop: int) -> bytes:
         """Return the digests of the images that begin at these positions."""
         return b"".join(digest for position, digest in self.starts if start <= position < stop)
+
+    def uncut(self, end: int) -> int:
+        """Return the last position up to `end` before which a step may end: it lies within no run."""
+        return next((first for first, stop in self.runs if first < end < stop), end)
+
+    @property
+    def longest_run(self) -> int:
+        """The number of rows of the longest run."""
+        return max((stop - first for first, stop in self.runs), default=0)
 
 
 class Holder(NamedTuple):

@@ -3,6 +3,7 @@
 import random
 from array import array
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager
 from quire.cache.prefix import MAX_CHILDREN, PrefixIndex, block_digest, root_digest
 from quire.errors import BadValue
-from quire.request import Miss, Request, Retention, SamplingParams, TokenLogprobs
+from quire.request import ImageRows, Miss, Request, Retention, SamplingParams, TokenLogprobs
 from tests.cache.test_manager import ONE, compute, computed, started
 
 PROMPT = list(range(100, 111))  # two full blocks of 4, and three tokens
@@ -124,6 +125,36 @@ class TestWhatIsFound:
             manager.pools[1].drop([block])
             again = Request("b", array("i", [*tokens, 99]), 25, SamplingParams())
             assert manager.lookup.match(again).num_blocks * 4 == found
+
+    def test_a_hit_does_not_end_within_an_image_that_one_step_computes(self) -> None:
+        none = np.empty(0, np.int64)
+        images = ImageRows(none, none.astype(np.int32), [(5, b"image")], None, runs=[(5, 14)])
+        tokens = list(range(22))
+
+        def asking(count: int) -> Request:
+            return Request("a", array("i", tokens[:count]), count, SamplingParams(), images=images)
+
+        manager = manager_of()
+        first = asking(22)
+        manager.admit(first, manager.lookup.match(first))
+        compute(manager, first)
+        manager.release(first)
+        assert [manager.lookup.match(asking(count)).num_blocks for count in (22, 16, 14, 4)] == [5, 4, 1, 1]
+        blocks = {cached.tokens: block for block, cached in manager.indexes[0].by_block.items()}
+        for lost, found in ((4, 4), (3, 1), (2, 1), (1, 1), (0, 0)):
+            block = blocks[array("i", tokens[4 * lost : 4 * lost + 4]).tobytes()]
+            manager.indexes[0].evict([block], [0.0])
+            manager.pools[0].drop([block])
+            again = asking(22)
+            manager.admit(again, manager.lookup.match(again))
+            manager.release(again)
+            report = again.cache.prefix_report
+            assert report is not None
+            assert (report.num_cached, report.miss) == (4 * found, Miss.EVICTED)
+        short = Request("b", array("i", [1] * 14), 14, SamplingParams(), images=images._replace(runs=[(2, 13)]))
+        manager.admit(short, manager.lookup.match(short))
+        assert short.cache.prefix_report is not None
+        assert short.cache.prefix_report.miss is Miss.SHORT
 
     @pytest.mark.parametrize(("group", "layers"), [(0, ""), (1, ", in the layers with a window of 5")])
     def test_a_miss_says_which_layers_were_short(self, group: int, layers: str) -> None:

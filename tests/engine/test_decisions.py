@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
 import pytest
 
 from quire import SamplingParams
 from quire.engine.decisions import fits, free_slots, may_pass, num_new_tokens, slots_wanted, who_gives_way
 from quire.engine.queue import RankedList
-from quire.request import PrefixReport, Request, SampleGroup
+from quire.request import ImageRows, PrefixReport, Request, SampleGroup
 
 
 def request(
@@ -45,7 +46,28 @@ def listed(*requests: Request) -> RankedList:
     ],
 )
 def test_single_tokens_come_before_the_rest_of_a_prompt(missing: int, budget: int, singles: int, expected: int) -> None:
-    assert num_new_tokens(missing, budget, singles) == expected
+    assert num_new_tokens(request("a", 0), 0, missing, budget, singles) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "budget", "expected"),
+    [
+        (0, 4, 4),
+        (0, 8, 4),
+        (0, 10, 10),
+        (0, 11, 10),
+        (4, 5, 0),
+        (4, 6, 6),
+        (12, 8, 0),
+        (12, 50, 18),
+        (25, 2, 2),
+        (0, -1, -1),
+    ],
+)
+def test_an_image_whose_rows_see_one_another_is_not_cut(start: int, budget: int, expected: int) -> None:
+    one, none = request("a", 0), np.empty(0, np.int64)
+    one.images = ImageRows(none, none.astype(np.int32), [], None, runs=[(4, 10), (10, 12), (12, 25)])
+    assert num_new_tokens(one, start, 30 - start, budget, 0) == expected
 
 
 def test_the_last_one_gives_way_with_its_siblings_but_not_to_them() -> None:

@@ -37,6 +37,8 @@ QWEN_VISION = {
     "spatial_merge_size": 2,
 }
 QWEN_PIXELS = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 64, "patch_size": 8}
+PIXTRAL_PIXELS = {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 64}}
 PART = "{{ p.text if p.type == 'text' else 'MARK' }}"
 TEMPLATE = "{% for m in messages %}{% for p in m.content %}" + PART + "{% endfor %}{% endfor %}"
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
@@ -72,6 +74,56 @@ FAMILIES: dict[str, Family] = {
         {"vision_config": SIGLIP, "image_grid_pinpoints": GRID, "vision_feature_layer": -1},
         {"size": SQUARE, "image_grid_pinpoints": GRID},
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+    "llava": (
+        "<image>",
+        [],
+        "llama",
+        {"vision_config": {"model_type": "clip_vision_model", **VISION, "image_size": 32, "patch_size": 8}},
+        {"size": {"shortest_edge": 32}, "crop_size": SQUARE},
+        {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "pixtral": (
+        "[IMG]",
+        ["[IMG_BREAK]", "[IMG_END]"],
+        "mistral",
+        {"vision_config": PIXTRAL, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        PIXTRAL_PIXELS,
+        {"patch_size": 8},
+    ),
+    "mistral3": (
+        "[IMG]",
+        ["[IMG_BREAK]", "[IMG_END]"],
+        "mistral",
+        {"vision_config": PIXTRAL, "spatial_merge_size": 2},
+        PIXTRAL_PIXELS,
+        {"patch_size": 8, "spatial_merge_size": 2},
+    ),
+    "gemma3": (
+        "<start_of_image>",
+        ["<image_soft_token>", "<end_of_image>"],
+        "gemma3_text",
+        {"vision_config": SIGLIP, "mm_tokens_per_image": 16},
+        {"size": SQUARE, "image_seq_length": 16},
+        {"image_seq_length": 16},
+    ),
+    "gemma4": (
+        "<|image|>",
+        ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"],
+        "gemma4_text",
+        {
+            "vision_config": {
+                **VISION,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+        },
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        {},
     ),
     "qwen2_5_vl": (
         "<|image_pad|>",
@@ -111,6 +163,15 @@ FAMILIES["smolvlm"] = FAMILIES["idefics3"]
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": MROPE},
     "qwen3_vl": {"rope_parameters": {**MROPE, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}},
+    "gemma3": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4": {
+        "sliding_window": 50,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "pad_token_id": 0,
+    },
     "qwen3_5": {
         "rope_parameters": {
             **MROPE,
@@ -131,15 +192,34 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 }
 OWN_TEXT["qwen3_5_moe"] = OWN_TEXT["qwen3_5"] | EXPERTS
 
+# Model type -> names of its tokens, if they are not the usual ones.
+NAMED = {
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>",
+    },
+    "gemma4": {
+        "boi_token": "<|image>",
+        "image_token": "<|image|>",
+        "eoi_token": "<image|>",
+        "boa_token": "<|audio>",
+        "audio_token": "<|audio|>",
+        "eoa_token": "<audio|>",
+    },
+}
+
 
 def save_images_model(directory: Path, kind: str) -> str:
     """Save a small random model of a type. Return its mark of an image."""
     mark, others, text, own, pixels, processor = FAMILIES[kind]
-    named = {"image_token": mark, "video_token": "<video>"}
-    if kind == "internvl":
-        named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": mark} | {
-            "video_token": "<video>"
-        }
+    named = NAMED.get(kind, {"image_token": mark, "video_token": "<video>"})
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(EMBEDDED), eos_token=END, pad_token=END, extra_special_tokens=named
     )
@@ -151,10 +231,13 @@ def save_images_model(directory: Path, kind: str) -> str:
         "vision_end_token_id": ids["<|vision_end|>"],
         "video_token_id": ids["<|video_pad|>"],
     }  # fmt: skip
+    text_config = {"model_type": text, **TEXT, "vocab_size": len(tokenizer), **OWN_TEXT.get(kind, {})}
+    if kind == "gemma4":
+        text_config["vocab_size_per_layer_input"] = len(tokenizer)
     config = AutoConfig.for_model(
-        kind,
-        text_config={"model_type": text, **TEXT, "vocab_size": len(tokenizer), **OWN_TEXT.get(kind, {})},
-        image_token_id=ids[mark],
+        "llava" if kind == "pixtral" else kind,
+        text_config=text_config,
+        image_token_id=ids[named.get("image_token", mark)],
         **more,
         **own,
     )

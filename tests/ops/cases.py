@@ -47,6 +47,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     causal: bool = True
+    ahead: bool = False  # some runs of rows see all keys up to the last one of the run
     window: int | None = None
     chunk: int | None = None
     scale: float | None = None
@@ -106,6 +107,7 @@ class Case:
             dtype=dtype,
             kv_dtype=kv_dtype,
             causal=causal,
+            ahead=causal and random.Random(f"ahead {seed}").random() < 0.25,
             window=max(1, window) if causal and rng.random() < 0.4 else None,
             scale=rng.choice((0.1, 1.0, rng.uniform(0.01, 1.5), -0.3, 0.0)) if rng.random() < 0.3 else None,
             softcap=rng.choice((0.3, 2.0, 30.0, 50.0)) if rng.random() < 0.25 else None,
@@ -186,6 +188,7 @@ class Step:
         )
         self._make_cache()
         self._make_rows()
+        self._draw_key_ends()
         heads = torch.arange(case.num_heads)
         slopes = 0.7 * 0.5 ** (heads % 7) * (-1.0) ** (heads // 3)
         if case.alibi_each:  # [S, Hq]
@@ -213,6 +216,24 @@ class Step:
         ends = list(itertools.accumulate(case.context_lens))
         bounds = list(zip(ends, case.context_lens, strict=True))
         self.keys, self.values = ([x[end - n : end] for end, n in bounds] for x in (k, v))
+
+    def _draw_key_ends(self) -> None:
+        """For the rows of every sequence [rows], the keys before which each attends."""
+        rng = random.Random(f"ends {self.case.seed}")
+        self.key_ends: list[Tensor] = []
+        for rows, n in zip(self.case.query_lens, self.case.context_lens, strict=True):
+            ends = torch.arange(n - rows + 1, n + 1, dtype=self.case.int_dtype).clamp(min=0)
+            at = 0
+            while at < rows:
+                stop = min(rows, at + rng.choice((1, 2, 5, 17, 40, 300)))
+                if self.case.ahead and rng.random() < 0.6:
+                    ends[at:stop] = ends[stop - 1].clone()
+                at = stop
+            self.key_ends.append(ends)
+
+    def ends_of(self, first: int, last: int) -> Tensor | None:
+        """What a plan of the rows first..last - 1 takes as their `key_ends`."""
+        return torch.cat(self.key_ends)[first:last] if self.case.ahead and self.num_seqs else None
 
     def _assign_blocks(self) -> None:
         """Block tables, and for every token of every sequence its slot and whether the sequence itself writes it."""
@@ -399,9 +420,10 @@ class Step:
             new = list(self.case.context_lens)
         if sum(new):
             self._write_tokens(backend, new)
+        ends = self.ends_of(0, self.num_tokens)
         if not self.case.history_first:
-            return backend.plan(self.spec, *metadata)
-        plan = backend.plan(self.spec, *metadata, self.new_slots)
+            return backend.plan(self.spec, *metadata, key_ends=ends)
+        plan = backend.plan(self.spec, *metadata, self.new_slots, ends)
         backend.write_kv(self.k_new, self.v_new, self.kv, plan)
         return plan
 
@@ -473,6 +495,7 @@ class Step:
                     k,
                     v,
                     causal=case.causal,
+                    ends=self.key_ends[s] if case.ahead else None,
                     window=case.window,
                     chunk=case.chunk,
                     scale=case.scale,

@@ -66,6 +66,7 @@ def attend(
     v: Tensor,  # [n, Hkv, Dv]
     *,
     causal: bool = True,
+    ends: Tensor | None = None,  # int [rows], the keys before which each row attends; None: its position + 1
     window: int | None = None,
     chunk: int | None = None,
     scale: float | None = None,
@@ -94,7 +95,7 @@ def attend(
         score = score + slope[:, None, None] * (key - position)
         score_size = score_size + slope.abs() * max(n, rows)
     if causal:
-        visible = key <= position
+        visible = key < (position + 1 if ends is None else ends[:, None])
         if window is not None:
             visible &= key > position - window
         if chunk is not None:

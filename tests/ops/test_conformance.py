@@ -79,6 +79,7 @@ def test_the_sweep_reaches_everything(backend):
         "window": (None, 1, 2, 3, 2**31 - 1),
         "chunk": (None, 1, 7, 64),
         "causal": (False, True),
+        "ahead": (False, True),
         "alibi": (False, True),
         "alibi_each": (False, True),
         "sinks": (False, True),

@@ -94,6 +94,10 @@ REFUSED = {
     "slot out of range": integers([0, 1], [9], [[0, 1]], [BLOCKS * 8]),
     "slots too long": integers([0, 1], [9], [[0, 1]], [0, 1]),
     "slot twice": integers([0, 2], [9], [[0, 1]], [8, 8]),
+    "end before the row": (*integers([0, 2], [9], [[0, 1]]), None, torch.tensor([7, 9])),
+    "end beyond the context": (*integers([0, 2], [9], [[0, 1]]), None, torch.tensor([8, 10])),
+    "ends fall": (*integers([0, 3], [9], [[0, 1]]), None, torch.tensor([9, 8, 9])),
+    "ends too short": (*integers([0, 2], [9], [[0, 1]]), None, torch.tensor([9])),
     "no integers": (torch.tensor([0.0, 1.0]), *integers([9], [[0, 1]], [0])),
 }
 

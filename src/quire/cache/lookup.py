@@ -93,7 +93,14 @@ class PrefixLookup:
         )
         if needs_rows and not self.scores.serve(request):
             usable = request.next_prompt_logprob
-        return usable // self.unit * self.unit // self.block_size
+        return self._uncut(request, usable) // self.block_size
+
+    def _uncut(self, request: Request, num_tokens: int) -> int:
+        """Return the most whole sharing units of these tokens that end within no image which one step computes."""
+        whole = num_tokens // self.unit * self.unit
+        if request.images is None or (end := request.images.uncut(whole)) == whole:
+            return whole
+        return self._uncut(request, end)
 
     def start(self, request: Request, num_cached: int) -> int:
         """Return the first row that a request with that many cached tokens computes.
@@ -136,10 +143,16 @@ class PrefixLookup:
                 rest == 0 and found[g][i - 1] != NONE for g, (i, rest) in zip(self.state_groups, ends, strict=True)
             )
 
-        while count > 0 and any(starts[g][count] > first(g) for g in starts):
+        def is_cut() -> bool:
+            return request.images is not None and request.images.uncut(count * size) < count * size
+
+        def begins_late() -> bool:
+            return any(starts[g][count] > first(g) for g in starts)
+
+        while count > 0 and (begins_late() or is_cut()):
             count -= 1
         reach = count
-        while count > 0 and not (has_states() and all(starts[g][count] <= first(g) for g in starts)):
+        while count > 0 and (begins_late() or is_cut() or not has_states()):
             count -= 1
         ends = [count * size // span for span in self.spans]
         begins = [min(end, first(g)) for g, end in enumerate(ends)]
@@ -181,7 +194,7 @@ class PrefixLookup:
     def explain(self, request: Request, match: Match, now: float) -> PrefixReport:
         """Explain why the request finds no more blocks than this. now: seconds."""
         size, count = self.block_size, match.num_blocks
-        full = (request.num_prompt - bool(self.state_groups)) // self.unit * self.unit // size
+        full = self._uncut(request, request.num_prompt - bool(self.state_groups)) // size
         reason, first_difference, seconds_ago, window = None, None, None, None
         if count >= full:
             reason = Miss.SHORT if full == 0 else None
@@ -195,9 +208,12 @@ class PrefixLookup:
             seconds_ago = now - max(lost) if lost else None
         else:
             at = match.reach if self.attention_groups else count + self.unit // size - 1
+            groups = self.attention_groups or self.state_groups
+            if request.images is not None:  # the first blocks of an image may be cached without the others
+                known = (all(name in self.indexes[g] for g in groups) for name in request.cache.digests[at + 1 : full])
+                at += sum(takewhile(bool, known))
             tokens = request.tokens[at * size : (at + 1) * size].tobytes()
             parent, digest = request.cache.digests[at : at + 2]
-            groups = self.attention_groups or self.state_groups
             short = next((g for g in groups if digest not in self.indexes[g]), groups[0])
             reason, more = why_missing(self.indexes[short], parent, digest, tokens, at == 0)
             if reason is Miss.DIFFERS:

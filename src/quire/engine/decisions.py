@@ -20,13 +20,16 @@ class Hold(str, Enum):
     BUDGET = "budget"  # the step's tokens are used up, or another request is computing blocks that this one could reuse
 
 
-def num_new_tokens(num_missing: int, budget: int, num_singles: int) -> int:
+def num_new_tokens(request: Request, start: int, num_missing: int, budget: int, num_singles: int) -> int:
     """Return the tokens that a running request computes in this step; 0 or less if the budget has none for it.
 
-    budget: tokens left in the step. num_singles: running requests that need a single token and have not been planned
-    yet; they are served before a long prompt takes the rest.
+    start: the first of its `num_missing` tokens. budget: tokens left in the step. num_singles: running requests that
+    need a single token and have not been planned yet; they are served before a long prompt takes the rest.
     """
-    return 1 if num_missing == 1 else min(num_missing, budget - num_singles)
+    if num_missing == 1:
+        return 1
+    most = min(num_missing, budget - num_singles)
+    return most if request.images is None or most <= 0 else request.images.uncut(start + most) - start
 
 
 def share_budget(going: Sequence[tuple[Request, int, int]], budget: int) -> list[PlanItem]:
@@ -36,7 +39,7 @@ def share_budget(going: Sequence[tuple[Request, int, int]], budget: int) -> list
     for request, start, missing in going:
         if budget <= 0:
             break
-        num_new = num_new_tokens(missing, budget, singles)
+        num_new = num_new_tokens(request, start, missing, budget, singles)
         singles -= missing == 1
         if num_new > 0:
             items.append(PlanItem(request, start, num_new))

@@ -228,6 +228,8 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
         for item, end in zip(items, starts[num_decoding + 1 :].tolist(), strict=True)
         if item.embeds
     ]
+    windows = [buffers.groups[g].window for g in buffers.attention]
+    key_ends = _key_ends(items, starts[num_decoding:], position, windows)
     unknown_rows, unknown_ids = _columns(unknown)
     logit_rows, drawing = [row for _, row, _ in drawn], [request for request, _, _ in drawn]
     aheads = [ahead for _, _, ahead in drawn]
@@ -261,8 +263,8 @@ def _laid_out(plan: Plan, decoding: _Decoding | None, items: Sequence[PlanItem],
             for g in range(len(buffers.groups))
         ),
         groups=tuple(
-            GroupTables(torch.from_numpy(slots[:t]), torch.from_numpy(tables[:s, :widest]))
-            for slots, tables in zip(buffers.slots, buffers.block_tables, strict=True)
+            GroupTables(torch.from_numpy(slots[:t]), torch.from_numpy(tables[:s, :widest]), ends)
+            for slots, tables, ends in zip(buffers.slots, buffers.block_tables, key_ends, strict=True)
         ),
         recurrent=recurrent_tables(plan, buffers.groups),
         drawn=DrawnRows(_integers(unknown_rows), unknown_ids),
@@ -297,6 +299,26 @@ def _given_rows(items: Sequence[PlanItem], starts: NDArray[np.int32]) -> GivenRo
         return None
     positions = torch.from_numpy(np.concatenate(axes)) if axes else None
     return GivenRows(torch.from_numpy(np.concatenate(rows)), torch.cat(values), positions)
+
+
+def _key_ends(
+    items: Sequence[PlanItem],
+    starts: NDArray[np.int32],  # [S+1], the first row of each item
+    positions: NDArray[np.int64],  # [T]
+    windows: Sequence[int | None],
+) -> list[torch.Tensor | None]:
+    """Return the keys before which each row attends in the groups with these windows: None, those up to its own."""
+    ends, only_windowed = None, False
+    for item, start in zip(items, starts.tolist(), strict=False):
+        if item.request.images is None:
+            continue
+        only_windowed |= item.request.images.only_windowed
+        for first, stop in item.request.images.runs:
+            if item.start <= first and stop <= item.start + item.num_new:
+                ends = positions.astype(np.int32) + 1 if ends is None else ends
+                ends[start + first - item.start : start + stop - item.start] = stop
+    found = None if ends is None else torch.from_numpy(ends)
+    return [None if only_windowed and window is None else found for window in windows]
 
 
 def _turns(

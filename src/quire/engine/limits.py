@@ -35,6 +35,14 @@ def check_size(
             f"computed in one step; with max_num_batched_tokens={max_tokens} it may have at most {max_tokens}",
             "prompt",
         )
+    most_rows = max_tokens - (max_num_seqs - 1)  # while all other sequences decode
+    if request.images is not None and (rows := request.images.longest_run) > most_rows:
+        raise RequestError(
+            f"request {request.id} has an image of {rows} rows, which attend to one another and so are computed in one "
+            f"step; with max_num_batched_tokens={max_tokens} and max_num_seqs={max_num_seqs} it may have at most "
+            f"{max(most_rows, 0)}: raise max_num_batched_tokens to {rows + max_num_seqs - 1} or more",
+            "prompt",
+        )
     stored = longest - is_drawn
     most = [manager.most_blocks(stored, stored, g) for g in range(len(manager.groups))]
     what = ""

@@ -17,9 +17,9 @@ from quire.engine.head_drafter import HeadDrafter
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import all_queued, receive, send
-from quire.models.batch import Batch, Pairs
+from quire.models.batch import Batch, GroupTables, Pairs, RecurrentTables
 from quire.models.model import Head, Model
-from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
+from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV, RecurrentPlan
 from quire.ops.program import Plan
 from quire.ops.recurrent.records import PIECE, RecurrentCache, RecurrentSpec
 from quire.request import TokenLogprobs
@@ -138,10 +138,13 @@ class Runner:
 
     def update(self, batch: Batch) -> None:
         """Update each cache group's plan with the batch's metadata."""
-        tables = [(group.block_tables, group.slots) for group in batch.groups]
-        tables += [(group.state_tables, group.row_tables) for group in batch.recurrent]
-        for plan, own in zip(self.plans, tables, strict=True):
-            plan.update_trusted(batch.query_starts, batch.context_lens, *own)
+        step = batch.query_starts, batch.context_lens
+        every: list[GroupTables | RecurrentTables] = [*batch.groups, *batch.recurrent]
+        for plan, own in zip(self.plans, every, strict=True):
+            if isinstance(own, GroupTables):
+                cast(AttentionPlan, plan).update_trusted(*step, own.block_tables, own.slots, own.key_ends)
+            else:
+                cast(RecurrentPlan, plan).update_trusted(*step, own.state_tables, own.row_tables)
 
     def fill_in(
         self,

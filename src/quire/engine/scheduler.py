@@ -74,6 +74,8 @@ class Scheduler(SchedulerState):
             except Exception as error:
                 raise RequestError(f"request {request.id}: its grammar allows no first token: {error}") from error
         self.register(request)
+        if request.images is not None:
+            self.longest_run = max(self.longest_run, request.images.longest_run)
         self.waiting.add(request)
 
     # --------------------------------------------------------------------------- requests whose tokens a driver chooses
@@ -141,7 +143,7 @@ class Scheduler(SchedulerState):
             request = self.running[at]
             at += 1
             missing = len(request.tokens) - request.cache.num_computed
-            num_new = num_new_tokens(missing, budget, singles)
+            num_new = num_new_tokens(request, request.cache.num_computed, missing, budget, singles)
             singles -= missing == 1
             if missing == 0 or request.finish_reason is not None:
                 continue
@@ -187,7 +189,7 @@ class Scheduler(SchedulerState):
         lacking = [0] * len(self.manager.groups)
         for request in others:
             missing = request.num_missing
-            num_new = num_new_tokens(missing, left, singles)
+            num_new = num_new_tokens(request, request.cache.num_computed, missing, left, singles)
             singles -= missing == 1
             if missing == 0 or request.finish_reason is not None:
                 continue
@@ -220,7 +222,7 @@ class Scheduler(SchedulerState):
         """Return the token budget of a step in which `num_decoding` sequences decode."""
         if self.pace is None or num_decoding == 0:
             return self.max_num_batched_tokens
-        return min(self.max_num_batched_tokens, self.pace.most(num_decoding))
+        return min(self.max_num_batched_tokens, max(self.pace.most(num_decoding), num_decoding + self.longest_run))
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Grow a running request, preempting the last ones while blocks are short.
@@ -396,7 +398,7 @@ class Scheduler(SchedulerState):
 
     def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
         """Plan the first tokens of a request that just got its blocks; without a budget, only add to `lacking`."""
-        num_new = min(request.num_missing, budget)
+        num_new = min(budget, num_new_tokens(request, request.cache.num_computed, request.num_missing, budget, 0))
         try:
             if num_new and not self.manager.grow(request, request.cache.num_computed + num_new, plan.copies):
                 raise OutOfBlocks(f"request {request.id} was admitted with too few free blocks")

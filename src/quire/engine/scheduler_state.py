@@ -58,6 +58,7 @@ class SchedulerState:
         self.num_preemptions = 0
         self.num_planned = 0  # tokens computed in all committed steps
         self.budget = max_num_batched_tokens  # of the last planned step
+        self.longest_run = 0  # most rows of an image that one step had to compute, of all requests so far
         self.marked: list[Request] = []  # to be ended by the next commit
         self.num_plans = 0
         self._num_added = 0

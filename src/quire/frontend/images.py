@@ -73,7 +73,7 @@ class PromptImages:
                     self._encoder = self._load()
                 except (ModelError, MissingPackage) as error:
                     raise RequestError(f"this model's images cannot be read: {error}") from error
-            tokens = self._encoder.tokenize(text, images)
+            tokens, both_ways = self._encoder.tokenize(text, images), self._encoder.both_ways
             if len(tokens) > self._longest:
                 raise RequestError(
                     f"the prompt has {len(tokens)} tokens with its images; it must have at most {self._longest}",
@@ -93,7 +93,9 @@ class PromptImages:
         ids = np.concatenate([_ids(digest, count) for digest, count in zip(digests, counts, strict=True)])
         first = positions[np.cumsum([0, *counts[:-1]])].tolist()
         turns = _turns(len(tokens), positions, parts)
-        return tokens, ImageRows(positions, ids, list(zip(first, digests, strict=True)), values, turns)
+        runs = () if both_ways == "no" else _runs(positions)
+        starts = list(zip(first, digests, strict=True))
+        return tokens, ImageRows(positions, ids, starts, values, turns, runs, only_windowed=both_ways == "windowed")
 
     def close(self) -> None:
         """End the process that decodes."""
@@ -208,6 +210,12 @@ def _turns(num_prompt: int, positions: NDArray[np.int64], parts: Sequence[Encode
         of_tokens[end:] += max(part.grid[1:]) - count
         first += count
     return ImageTurns(of_tokens[:-1], np.concatenate(of_images), num_prompt - int(of_tokens[-1]))
+
+
+def _runs(positions: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return from and to which position rows of images follow one another."""
+    cuts = np.flatnonzero(np.diff(positions) > 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts)]
 
 
 def _digest(image: EncodedImage) -> bytes:

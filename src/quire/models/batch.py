@@ -36,6 +36,7 @@ class GroupTables:
 
     slots: torch.Tensor  # int64 [T], slot to which each row's K and V are written; -1: they are cached
     block_tables: torch.Tensor  # int32 [S, M]
+    key_ends: torch.Tensor | None = None  # int32 [T], see `AttentionPlan.update`
 
 
 @dataclass(frozen=True)

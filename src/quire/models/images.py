@@ -9,9 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +29,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # Types of models whose images are served. Image rows of the first have the positions and the causal mask of text.
-PLAIN = frozenset("idefics3 internvl llava_onevision smolvlm".split())
+PLAIN = frozenset("idefics3 internvl llava llava_onevision mistral3 smolvlm".split())
 TURNED = frozenset("qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl".split())  # image rows have positions in two dimensions
-SERVED = PLAIN | TURNED
+BOTH_WAYS = frozenset("gemma3 gemma4".split())  # rows of an image see one another, in some or in all layers
+SERVED = PLAIN | TURNED | BOTH_WAYS
+AUDIO = re.compile(r"(model\.)?\w*audio")  # of tensors' names
 
 
 class EncodedImage(NamedTuple):
@@ -73,6 +78,18 @@ class ImageEncoder:
         # A prompt's only image is divided into more rows than one of several.
         self.depends_on_count = "batch_num_images" in self._takes
         self._dtype = dtype
+        # The layers in which rows of an image see one another.
+        text = self.config.get_text_config()
+        self.both_ways: Literal["no", "windowed", "all"] = "no"
+        if self.config.model_type == "gemma3":
+            self.both_ways = "all"
+        elif getattr(text, "use_bidirectional_attention", None) == "vision":
+            self.both_ways = "windowed"
+        if getattr(text, "hidden_size_per_layer_input", 0) and text.pad_token_id != 0:
+            raise ModelError(
+                f"{files.path}: pad_token_id is {text.pad_token_id}; it must be 0, the token of which an image row has "
+                "the per-layer embedding"
+            )
 
     def tokenize(self, text: str, images: Sequence[Image]) -> list[int]:
         """Return the token ids of a rendered text, in which each image has a placeholder per row.
@@ -124,11 +141,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 def _processor(files: Files, where: Path, config: Any) -> Any:
     """Return the checkpoint's processor, without its parts for videos and sound. where: the files of its settings."""
-    from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Config
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers import AutoImageProcessor, AutoTokenizer
 
-    # SmolVLM's processor differs from that of Idefics3 only in videos, for which it requires a package.
-    kind = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
+    kind = _processor_class(config)
     try:
         parts = {
             "image_processor": AutoImageProcessor.from_pretrained(where, local_files_only=True, backend="pil"),
@@ -149,6 +164,25 @@ def _processor(files: Files, where: Path, config: Any) -> Any:
     return processor.from_pretrained(where, local_files_only=True)
 
 
+def _processor_class(config: Any) -> Any:
+    from transformers import Idefics3Config
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    if config.vision_config.model_type != "pixtral":
+        # SmolVLM's processor differs from that of Idefics3 only in videos, for which it requires a package.
+        return PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
+    # Its module imports a function from one that requires torchvision. The module for Pillow has it, too.
+    import transformers.models.pixtral.image_processing_pil_pixtral as same
+
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    try:
+        sys.modules.setdefault(name, same)
+        return import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
+    finally:
+        if sys.modules[name] is same:
+            del sys.modules[name]
+
+
 def _vision_part(files: Files, config: Any, dtype: torch.dtype, backend: Backend) -> Any:
     """Load the modules that compute image rows, without the text part."""
     from transformers import AutoModelForImageTextToText
@@ -161,12 +195,13 @@ def _vision_part(files: Files, config: Any, dtype: torch.dtype, backend: Backend
 
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
     tensors = files.tensors()
+    names = [name for name in tensors.names if UNREAD.match(name) and not AUDIO.match(name)]
     config = _without_layers(config)
     with silence():
         model, report = kind.from_pretrained(
             None,
             config=config,
-            state_dict={name: tensors[name] for name in tensors.names if UNREAD.match(name)},
+            state_dict={name: tensors[name] for name in names},
             dtype=dtype,
             attn_implementation={"": "eager", "vision_config": "quire"},
             ignore_mismatched_sizes=True,  # the report has them
@@ -182,6 +217,12 @@ def _vision_part(files: Files, config: Any, dtype: torch.dtype, backend: Backend
             raise ModelError(f"{files.path}: the vision part {what.format(min(names))}")
     model.eval()
     replace_patches(model)
+    if config.model_type == "gemma3":
+        _replace_product(model.model.multi_modal_projector)
+    if config.vision_config.model_type == "pixtral":  # an image is computed alone, and none of its rows are hidden
+        model.model.vision_tower.transformer.register_forward_pre_hook(
+            lambda _, args, given: (args, given | {"attention_mask": None}), with_kwargs=True
+        )
     replace_linears(model, Packing(backend.linears("cpu", False), Quantisation(), dtype, "cpu"), CurrentLora())
     replace_activations(model, backend)
     leave_files(model)
@@ -193,9 +234,20 @@ def _without_layers(config: Any) -> Any:
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 8, None
+    if config.model_type == "gemma4":
+        text.hidden_size_per_layer_input, config.audio_config = 0, None
     if getattr(text, "layer_types", None):
         text.layer_types = []
     return config
+
+
+def _replace_product(projector: Any) -> None:
+    """Compute Gemma 3's product with a parameter by a linear, after one with the identity, which changes no number."""
+    weight = projector.mm_input_projection_weight.detach()  # [hidden size of the vision part, H]
+    projector.linear = nn.Linear(len(weight), weight.shape[1], bias=False, device="meta")
+    projector.linear.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
+    projector.mm_input_projection_weight = nn.Parameter(torch.eye(len(weight), dtype=weight.dtype), requires_grad=False)
+    projector.register_forward_hook(lambda module, _, found: module.linear(found))
 
 
 def replace_patches(model: nn.Module) -> None:

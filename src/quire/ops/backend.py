@@ -171,6 +171,7 @@ class Backend(DecoderOperators, RecurrentOperators):
         context_lens: Tensor,  # int32 [S], host: KV tokens of each sequence, including this step's
         block_tables: Tensor,  # int32 [S, M], host: ids of each sequence's blocks
         slots: Tensor | None = None,  # int64 [T], host: where write_kv stores each row; None: read-only
+        key_ends: Tensor | None = None,  # int32 [T], host: a row sees the keys before it; None: those up to its own
     ) -> AttentionPlan:
         """Make a plan of exactly the size of one step, and update it with that step. See `AttentionPlan.update`.
 
@@ -187,7 +188,7 @@ class Backend(DecoderOperators, RecurrentOperators):
             3
         """
         plan = self.make_plan(spec, *metadata.step_sizes(query_starts, context_lens, block_tables))
-        plan.update(query_starts, context_lens, block_tables, slots)
+        plan.update(query_starts, context_lens, block_tables, slots, key_ends)
         return plan
 
     def _check_plan(self, plan: AttentionPlan) -> None:

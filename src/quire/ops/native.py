@@ -64,7 +64,7 @@ class StepParams(Structure):
     """One step's metadata."""
 
     _fields_ = [
-        *((name, c_void_p) for name in "query_starts context_lens block_tables slots nonfinite".split()),
+        *((name, c_void_p) for name in "query_starts context_lens block_tables slots key_ends nonfinite".split()),
         ("table_stride", c_int64),
         ("num_seqs", c_int32),
         ("num_threads", c_int32),

@@ -58,6 +58,7 @@ class AttentionPlan:
         self.num_seqs = 0  # S of the last update
         self.covers_all = False  # True if launches cover every possible update, as a captured graph requires
         self.writable = False  # True if the last update had slots
+        self.key_ends: torch.Tensor | None = None  # int32 [T], of the last update
         try:
             self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32)  # [max_seqs, max_blocks]
             self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)  # [max_seqs + 1]
@@ -81,16 +82,21 @@ class AttentionPlan:
         context_lens: torch.Tensor,  # int32 [S], host: KV tokens of each sequence, including this step's
         block_tables: torch.Tensor,  # int32 [S, M], host: ids of each sequence's blocks
         slots: torch.Tensor | None = None,  # int64 [T], host: where write_kv stores each row; None: read-only
+        key_ends: torch.Tensor | None = None,  # int32 [T], host: a row sees the keys before it, and none after
     ) -> None:
         """Set the metadata of one step.
 
         Entries of `block_tables` at or beyond ceil(context_len / B), or entirely below the window, are never read and
         may have any value. A slot is `block_id * B + offset`; -1 skips the row.
 
+        Without `key_ends` a row of a causal plan sees the keys up to its own position. With it, rows see later keys of
+        their sequence, too: those of an image that attend to one another all have the position after the image. It must
+        not fall from one row of a sequence to the next. Windows begin where they do without it.
+
         Raises:
             BadShape, BadDtype, BadValue: naming the argument, the sequence and the value. The plan is then unchanged.
         """
-        step = Step(query_starts, context_lens, block_tables, slots)
+        step = Step(query_starts, context_lens, block_tables, slots, key_ends)
         with self.lock:
             check_metadata(self.spec, (self.max_tokens, self.max_seqs, self.max_blocks), step)
             self._update(step)
@@ -101,16 +107,17 @@ class AttentionPlan:
         context_lens: torch.Tensor,  # int32 [S], host
         block_tables: torch.Tensor,  # int32 [S, M], host
         slots: torch.Tensor | None,  # int64 [T], host
+        key_ends: torch.Tensor | None = None,  # int32 [T], host
     ) -> None:
         """Set the metadata of one step without a check, as `update` does.
 
         For an engine, whose block manager makes the values. Wrong ones make kernels access memory that is not theirs.
         """
         with self.lock:
-            self._update(Step(query_starts, context_lens, block_tables, slots))
+            self._update(Step(query_starts, context_lens, block_tables, slots, key_ends))
 
     def _update(self, step: Step) -> None:
-        query_starts, context_lens, block_tables, slots = step
+        query_starts, context_lens, block_tables, slots, key_ends = step
         num_seqs, num_blocks = block_tables.shape
         given = query_starts.numpy()
         num_tokens = int(given[-1])
@@ -121,6 +128,7 @@ class AttentionPlan:
         if slots is not None:
             places[:num_tokens] = slots.numpy()
         nonfinite[:num_tokens] = 0
+        self.key_ends = None if key_ends is None else key_ends.to(torch.int32, copy=True).contiguous()
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, slots is not None
 
     @property

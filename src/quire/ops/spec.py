@@ -11,8 +11,9 @@ Dimensions, used with these letters in every docstring of Quire:
 | G | Hq / Hkv, the group size | L, V | layers, vocabulary |
 
 Query row r of sequence s has the absolute position `p = context_lens[s] - q_len[s] + r` and sees the keys
-`max(0, p - window + 1) .. p`, or all keys of its sequence if the attention is not causal. With chunks of C positions
-it sees no key before the last multiple of C, `p // C * C`. Scores are computed in the order
+`max(0, p - window + 1) .. p`, or all keys of its sequence if the attention is not causal. With `key_ends` of a plan it
+sees the keys up to that one instead of up to p. With chunks of C positions it sees no key before the last multiple of
+C, `p // C * C`. Scores are computed in the order
 `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`. Slopes are
 given per head or, [S, Hq], per sequence and head.
 Sums and the LSE are in fp32 for every dtype (float64 for float64). A row that sees no key gives zeros and an LSE of

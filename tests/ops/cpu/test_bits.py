@@ -22,6 +22,8 @@ from tests.ops.integers import as_bits
 OPTIONS: list[dict[str, Any]] = [
     {"return_lse": True},
     {"window": 700, "return_lse": True},
+    {"ahead": True, "return_lse": True},
+    {"ahead": True, "window": 700},
     {"window": 700, "chunk": 700, "return_lse": True},
     {"alibi": True, "sinks": True},
     {"softcap": 3.0, "size": 5.0, "return_lse": True},
@@ -75,8 +77,9 @@ def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, kv
     assert (plan.num_parts > 0) == ("window" not in options)
     for s, (begin, end) in enumerate(itertools.pairwise(step.query_starts.tolist())):
         alone = backend.plan(
-            step.spec, torch.tensor([0, end - begin]), step.context_lens[s : s + 1], step.block_tables[s : s + 1]
-        )
+            step.spec, torch.tensor([0, end - begin]), step.context_lens[s : s + 1], step.block_tables[s : s + 1],
+            key_ends=step.ends_of(begin, end),
+        )  # fmt: skip
         assert alone.num_parts == 0
         result = backend.attention(
             step.q[begin:end], step.kv, alone, scale=case.scale, alibi_slopes=step.alibi_slopes,
@@ -170,7 +173,7 @@ def test_a_common_prompt_below_a_split_is_read_once(backend):
     spread(3, OPTIONS[:-1], DTYPES, [(1, 64), (3, 80), (8, 128), (71, 20)], CACHES),
 )
 def test_a_row_alone_and_in_chunks(backend, dtype, kv_dtype, options, sizes):
-    """Decoding token after token, prefill at once, and anything between."""
+    """Decoding token after token, prefill at once, and anything between; rows that see each other stay together."""
     length, (group_size, head_dim) = 300, sizes
     case = Case(
         query_lens=(length,), context_lens=(length,), num_kv_heads=1, group_size=group_size, head_dim=head_dim,
@@ -178,10 +181,14 @@ def test_a_row_alone_and_in_chunks(backend, dtype, kv_dtype, options, sizes):
     )  # fmt: skip
     step = Step(replace(case, history_first=False))
     whole, _ = attend(backend, step)
+    [ends] = step.key_ends
     for chunk in (1, 7, 64, 130):
         for begin in range(0, length, chunk) if chunk > 1 else (0, 1, 63, 64, 127, 255, 256, 257, 299):
-            end = min(length, begin + chunk)
-            plan = backend.plan(step.spec, torch.tensor([0, end - begin]), torch.tensor([end]), step.block_tables)
+            begin, end = (int(ends[at - 1]) if at else 0 for at in (begin, min(length, begin + chunk)))
+            plan = backend.plan(
+                step.spec, torch.tensor([0, end - begin]), torch.tensor([end]), step.block_tables,
+                key_ends=step.ends_of(begin, end),
+            )  # fmt: skip
             result = backend.attention(
                 step.q[begin:end], step.kv, plan, alibi_slopes=step.alibi_slopes, softcap=case.softcap,
                 sinks=step.sinks, chunk=case.chunk, return_lse=case.return_lse,

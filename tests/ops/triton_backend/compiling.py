@@ -101,7 +101,7 @@ def attend(
     is_exact = kind == "exact"
     pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
     pointers |= {"part_mix": "fp32", "part_sums": "fp32"}
-    pointers |= dict.fromkeys(("items", "rows", "positions", "sequences", "tables"), "i32")
+    pointers |= dict.fromkeys(("items", "rows", "positions", "ends", "sequences", "tables"), "i32")
     pointers["reports"] = "i8"
     constants = {
         **{"v_block": None, "v_slot": None},  # as in the engine's cache

@@ -26,7 +26,7 @@ class Emulator:
         return lambda *arguments, **constants: self.launch(grid[0], *arguments, **constants)
 
     def launch(
-        self, programs, k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, tables, sinks,
+        self, programs, k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, ends, tables, sinks,
         reports, num_items, num_heads, num_blocks, turns, q_token, q_head, out_token, out_head, scale,
         G, B, D, N, GROUPS, STAGES, CAUSAL, REGISTERS, COPY_REGISTERS, num_warps, maxnreg,
     ) -> None:  # fmt: skip
@@ -38,7 +38,7 @@ class Emulator:
         assert maxnreg * warps * 32 <= 64 * 1024
         assert maxnreg * warps * 32 >= (REGISTERS * GROUPS + COPY_REGISTERS) * 4 * 32
         self.items = items[: num_items * 8].view(-1, 8).tolist()
-        self.rows, self.positions = rows.view(-1, 2), positions
+        self.rows, self.ends = rows.view(-1, 2), ends
         self.k, self.v, self.tables, self.q = k_desc.base, v_desc.base, tables, q
         self.G, self.B, self.N, self.scale, self.causal = G, B, N, scale, CAUSAL
         heads = num_heads * G
@@ -100,7 +100,7 @@ class Emulator:
         q = self.q[tokens, head * G : head * G + G].flatten(0, 1).float()
         limit = torch.full((len(q),), hi)
         if self.causal:
-            limit = limit.minimum(self.positions[tokens].repeat_interleave(G) + 1)
+            limit = limit.minimum(self.ends[tokens].repeat_interleave(G))
         mix = torch.zeros(len(q), self.q.shape[2])
         top, total = torch.full((len(q),), -torch.inf), torch.zeros(len(q))
         tiles = max(1, -(-(hi - lo) // N))

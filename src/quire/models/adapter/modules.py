@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from quire.models.adapter.lora import CurrentLora
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import Backend
+from quire.ops.activation import Activation
 from quire.ops.weights.gguf_blocks import BlockWeight
 from quire.ops.weights.linear import Embedding, Linear, Linears, LinearWeight, PlainEmbedding
 from quire.ops.weights.lora import LoraTable
@@ -34,6 +35,7 @@ GELUS: dict[type, Literal["none", "tanh"]] = {
     activations.ACT2CLS["gelu_pytorch_tanh"]: "tanh",
     nn.GELU: "none",
 }
+QUICK_GELU = activations.ACT2CLS["quick_gelu"]
 SILUS = (activations.ACT2CLS["silu"], nn.SiLU)
 # Functions of torch whose bits depend on a number's position in its array.
 BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|mish|gelu|elu|celu|selu)(?=\b[ ,()\n])|\b(approximate)=")
@@ -135,11 +137,13 @@ def _names(kind: type, code: str) -> bool:
 
 
 def replace_activations(model: nn.Module, backend: Backend) -> None:
-    """Replace SiLU and GELU by ours."""
+    """Replace SiLU, GELU and its approximation by a sigmoid by ours."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) in SILUS:
                 setattr(module, name, _Activation(_silu))
+            elif type(child) is QUICK_GELU:
+                setattr(module, name, _Activation(partial(_quick_gelu, backend)))
             elif type(child) in GELUS and getattr(child, "approximate", "none") == "none":
                 setattr(module, name, _Activation(_Gelu(backend, GELUS[type(child)])))
 
@@ -236,6 +240,10 @@ class _Activation(nn.Module):
 def _silu(x: Tensor) -> Tensor:
     wide = x.float()
     return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+
+
+def _quick_gelu(backend: Backend, x: Tensor) -> Tensor:
+    return backend.activate(x.reshape(-1, x.shape[-1]), Activation("silu", gated=False, slope=1.702)).view(x.shape)
 
 
 class _Gelu:

@@ -54,12 +54,14 @@ class GatherBackend(ReferenceBackend):
             if len(s) == 0:
                 continue
             count, longest = int(rows[s[0]]), int(lens[s].max())
-            at = (starts[s, None] + torch.arange(count)).to(q.device)  # [s, count]
+            own = starts[s, None] + torch.arange(count)
+            at = own.to(q.device)  # [s, count]
             position = (lens - rows)[s, None, None] + torch.arange(count)[:, None]  # [s, count, 1]
             key = torch.arange(longest)
             visible = (key < lens[s, None, None]).expand(-1, count, -1)  # [s, count, longest]
             if spec.causal:
-                visible = visible & (key <= position)
+                end = position + 1 if plan.key_ends is None else plan.key_ends[own, None]
+                visible = visible & (key < end)
             if spec.window is not None:
                 visible = visible & (key > position - spec.window)
             if chunk is not None:

@@ -103,7 +103,8 @@ class ReferenceBackend(Backend):
                 if slopes is not None and slopes.dim() == 2:
                     slopes = slopes[s]
                 own = scores._replace(alibi_slopes=slopes)
-                result[rows], found[rows] = _attend(q[rows].to(wide), kv, table, context_len, spec, own)
+                ends = None if plan.key_ends is None else plan.key_ends[rows].to(q.device)
+                result[rows], found[rows] = _attend(q[rows].to(wide), kv, table, context_len, spec, own, ends)
         if scores.sinks is not None:
             result = self._apply_sinks(result, found, scores.sinks)
         out.copy_(result)
@@ -231,6 +232,7 @@ def _attend(
     context_len: int,
     spec: AttentionSpec,
     scores: Scores,  # slopes [Hq]
+    ends: Tensor | None,  # int32 [rows], the keys before which each row attends; None: its position + 1
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of one sequence's rows by the online softmax over its blocks (Milakov & Gimelshein 2018).
 
@@ -252,6 +254,7 @@ def _attend(
     Hkv, G, B = spec.num_kv_heads, spec.group_size, spec.block_size
     q = q.reshape(rows, Hkv, G, spec.head_dim).permute(1, 2, 0, 3)  # [Hkv, G, rows, D]: G heads share a KV head
     position = torch.arange(context_len - rows, context_len, device=q.device)[:, None]  # [rows, 1]
+    end = position + 1 if ends is None else ends[:, None]
 
     top = q.new_full((Hkv, G, rows), -torch.inf)
     total = q.new_zeros(Hkv, G, rows)
@@ -274,7 +277,7 @@ def _attend(
             score = score + alibi_slopes.view(Hkv, G, 1, 1).to(q.dtype) * (key - position)
         seen = torch.ones(rows, filled, dtype=torch.bool, device=q.device)
         if spec.causal:
-            seen = key <= position
+            seen = key < end
             if spec.window is not None:
                 seen &= key > position - spec.window
             if chunk is not None:

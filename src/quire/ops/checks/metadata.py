@@ -22,6 +22,7 @@ class Step(NamedTuple):
     context_lens: torch.Tensor  # int32 [S]
     block_tables: torch.Tensor  # int32 [S, M]
     slots: torch.Tensor | None  # int64 [T]
+    key_ends: torch.Tensor | None = None  # int32 [T]
 
 
 def step_sizes(
@@ -73,6 +74,8 @@ def check_metadata(
     _check_tables(spec, starts, lens, tables)
     if step.slots is not None:
         _check_slots(spec, host_integers("slots", step.slots, 1), num_tokens)
+    if step.key_ends is not None:
+        _check_key_ends(spec, host_integers("key_ends", step.key_ends, 1), starts, lens)
 
 
 def check_query_starts(starts: NDArray[np.integer], max_tokens: int) -> int:
@@ -138,3 +141,28 @@ def _check_slots(spec: AttentionSpec, slots: NDArray[np.integer], num_tokens: in
         slot = written[twice[0]]
         t, u = np.flatnonzero(slots == slot)[:2]
         raise BadValue(f"slots[{t}] and slots[{u}] are both {slot}; every row needs its own slot")
+
+
+def _check_key_ends(
+    spec: AttentionSpec, ends: NDArray[np.integer], starts: NDArray[np.integer], lens: NDArray[np.integer]
+) -> None:
+    num_tokens = int(starts[-1])
+    if not spec.causal:
+        raise BadValue("key_ends is given, and spec.causal is False; then every row sees all keys of its sequence")
+    if len(ends) != num_tokens:
+        raise BadShape(f"key_ends has {len(ends)} entries for {num_tokens} query tokens; it needs one per token")
+    starts, lens = starts.astype(np.int64), lens.astype(np.int64)
+    rows = np.diff(starts)
+    least = np.repeat(lens - starts[1:], rows) + np.arange(num_tokens) + 1  # a row's position + 1
+    bad = np.flatnonzero((ends < np.maximum(least, 0)) | (ends > np.repeat(lens, rows)))
+    if bad.size:
+        t = int(bad[0])
+        raise BadValue(
+            f"key_ends[{t}] is {ends[t]}; the row sees the key at its own position, {least[t] - 1}, and its sequence "
+            f"has {np.repeat(lens, rows)[t]} keys, so it must lie in {max(least[t], 0)}..{np.repeat(lens, rows)[t]}"
+        )
+    sequence = np.repeat(np.arange(len(lens)), rows)
+    falls = np.flatnonzero((ends[1:] < ends[:-1]) & (sequence[1:] == sequence[:-1]))
+    if falls.size:
+        t = int(falls[0])
+        raise BadValue(f"key_ends falls from {ends[t]} to {ends[t + 1]} at row {t}; within a sequence it must not fall")

@@ -95,6 +95,7 @@ class CpuPlan(AttentionPlan):
     def _update(self, step: Step) -> None:
         super()._update(step)
         self.step.num_seqs, self.step.num_threads = self.num_seqs, torch.get_num_threads()
+        self.step.key_ends = None if self.key_ends is None else self.key_ends.data_ptr()
         self._set_shapes()
         if status := self.library.plan_update(self.handle, byref(self.step)):
             wanted, self.num_tokens, self.num_seqs, self.writable = self.num_tokens, 0, 0, False

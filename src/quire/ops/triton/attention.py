@@ -148,7 +148,7 @@ def _tile(
     With FINITE, values that are not finite are left out, and the sum of weights of each row that sees one becomes NaN.
     """
     mix, mix_tail, top, total = state
-    q, q_tail, position = rows
+    q, q_tail, position, end = rows
     k, v, k_block, k_slot, v_block, v_slot, k_scale, v_scale, scale_strides = cache
     D_MAIN: tl.constexpr = main_part(D, PAIRS)
     D_TAIL: tl.constexpr = tail_part(D, PAIRS)
@@ -183,7 +183,7 @@ def _tile(
     if MASKED:
         seen = held[None, :]
         if CAUSAL:
-            seen = seen & (key[None, :] <= position[:, None])
+            seen = seen & (key[None, :] < end[:, None])
         if window is not None:
             seen = seen & (position[:, None] - key[None, :] < window)
         if span is not None:
@@ -285,8 +285,8 @@ def _report(reports, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, k_scale, v_scale, out, lse, part_mix, part_sums, items, rows, positions, sequences, tables, slopes, sinks,
-    reports, scale, cap, window, span,
+    q, k, v, k_scale, v_scale, out, lse, part_mix, part_sums, items, rows, positions, ends, sequences, tables, slopes,
+    sinks, reports, scale, cap, window, span,
     slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
     k_scale_block, k_scale_head, k_scale_slot, v_scale_block, v_scale_head, v_scale_slot, out_token, out_head,
     G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
@@ -302,6 +302,7 @@ def attend(
     k_scale, v_scale: fp32, of a cache of int8; otherwise `None`.
     k_block .. v_slot: strides, all multiples of UNIT elements. v_block, v_slot: `None` if they are those of K.
     BLOCK_M: if an item has more rows, the third dimension of the grid has a program for each BLOCK_M of them.
+    ends: int32, of each query token: in a CAUSAL plan it sees no key from this one on.
     sequences: int32, of each query token; `None` if all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
     span: a row sees no key before the last multiple of `span` positions; `None`: it sees all earlier keys.
@@ -351,6 +352,9 @@ def attend(
     entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
     token = tl.load(entry, mask=live, other=0)
     position = tl.load(positions + token, mask=live, other=0)
+    end = position  # unused
+    if CAUSAL:
+        end = tl.load(ends + token, mask=live, other=0)
     q_heads = (head * G + of_group).to(tl.int64)
     at = token.to(tl.int64) * q_token + q_heads * q_head
     D_NEXT: tl.constexpr = D_MAIN if PAIRS is None else 1  # the tail's first dimension
@@ -374,7 +378,7 @@ def attend(
         v_scales += head.to(tl.int64) * v_scale_head
     scale_strides = (k_scale_block, k_scale_slot, v_scale_block, v_scale_slot)
     cache = (k_of_head, v_of_head, k_block, k_slot, v_block, v_slot, k_scales, v_scales, scale_strides)
-    query = (q_main, q_tail, position)
+    query = (q_main, q_tail, position, end)
     if span is not None:  # items begin where a window does; a single row must see all of its item's keys
         lo = tl.maximum(lo, tl.min(tl.where(live, position, hi), 0) // span * span)
     start = lo // TILE * TILE

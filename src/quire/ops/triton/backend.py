@@ -240,6 +240,7 @@ def launch_attend(
         items,
         plan.rows,
         plan.positions,
+        plan.ends,
         sequences,
         plan.tables,
         alibi_slopes,

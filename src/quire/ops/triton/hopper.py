@@ -136,7 +136,7 @@ def _prefill(call: Call, items: Tensor, count: int, tile: Tile, reports: Tensor 
         *call.parts,
         items,
         plan.rows,
-        plan.positions,
+        plan.ends,
         plan.tables,
         call.scores.sinks,
         reports,

@@ -49,6 +49,7 @@ class Lists:
     rows: Ints  # [entries, 2]
     merges: Ints  # [tokens, 3]
     positions: Ints  # [T]
+    ends: Ints  # [T], the keys before which each token attends, of a causal plan
     sequences: Ints  # [T]
     num_parts: int
 
@@ -144,13 +145,21 @@ class Partitioner:
         many = max(many, most_tiles(max_tokens, max_seqs, self.many_tokens))
         return Room(few, many, rows)
 
-    def cut(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> Lists:
-        """Divide the work of a step. starts: [S+1]; lens: [S]; tables: [S, width], the blocks of all keys."""
-        tiles = self.tiles(starts, lens)
+    def cut(self, starts: Ints, lens: Ints, tables: NDArray[np.int32], ends: NDArray[np.int32] | None = None) -> Lists:
+        """Divide the work of a step.
+
+        starts: [S+1]; lens: [S]; tables: [S, width], the blocks of all keys; ends: [T], `AttentionPlan.key_ends`.
+        """
+        own = self.rows(starts)
+        positions = (lens - starts[1:])[own.sequences] + own.tokens
+        rows = positions, np.maximum(positions + 1, 0) if ends is None else ends.astype(np.int64)
         shared = self.shared(starts, lens, tables)
-        lists = self._lists(tiles, shared, starts, lens, tables.shape[1], self.few_wanted, self.many_wanted)
+        width = tables.shape[1]
+        lists = self._lists(
+            self.tiles(starts, lens, rows), shared, rows, starts, width, self.few_wanted, self.many_wanted
+        )
         if not self._fits(lists):  # then nothing is shared or cut
-            lists = self._lists(self.tiles(starts, lens), [], starts, lens, tables.shape[1], 0, 0)
+            lists = self._lists(self.tiles(starts, lens, rows), [], rows, starts, width, 0, 0)
         if not self._fits(lists):
             found = f"{len(lists.few)} and {len(lists.many)} items of {len(lists.rows)} rows"
             raise Unsupported(f"the step comes to {found}; the plan has room for {self.room}")
@@ -187,15 +196,13 @@ class Partitioner:
             self._last_rows = Rows(key, seq, step, token, count, few[seq], width, sequences, every)
         return self._last_rows
 
-    def tiles(self, starts: Ints, lens: Ints) -> Tiles:
-        """Divide all query rows into tiles with ranges of keys."""
+    def tiles(self, starts: Ints, lens: Ints, rows: tuple[Ints, Ints]) -> Tiles:
+        """Divide all query rows into tiles with ranges of keys. rows: the position and the end of each token."""
         spec, own = self.spec, self.rows(starts)
-        length, width = lens[own.seq], own.width
-        first = length - np.diff(starts)[own.seq] + own.step  # position of the first row
-        hi = sure_hi = length
-        last = first + own.count - 1
-        if spec.causal:
-            hi, sure_hi = (np.minimum(np.maximum(x + 1, 0), length) for x in (last, first))
+        width, (positions, ends) = own.width, rows
+        first, last = own.token, own.token + own.count - 1
+        hi, sure_hi = (ends[last], ends[first]) if spec.causal else [lens[own.seq]] * 2
+        first, last = positions[first], positions[last]
         lo = free_lo = np.zeros_like(hi)
         if spec.window is not None:
             lo = np.clip(first - spec.window + 1, 0, hi)
@@ -237,8 +244,8 @@ class Partitioner:
         self,
         tiles: Tiles,  # changed: shared keys are removed from them
         shared: list[Shared],
+        of_rows: tuple[Ints, Ints],  # the position and the end of each token
         starts: Ints,
-        lens: Ints,
         width: int,  # blocks of a row of the tables
         few_wanted: int,  # items of few rows that fill the device; 0: no cuts
         many_wanted: int,
@@ -269,7 +276,6 @@ class Partitioner:
         own_parts = _parts(tiles.lo, tiles.hi, at)
         rows_of_step = self.rows(starts)
         sequences = rows_of_step.sequences
-        positions = (lens - starts[1:])[sequences] + rows_of_step.tokens
         if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in order, each in one item
             items = _items(
                 tiles.seq * width,
@@ -282,7 +288,7 @@ class Partitioner:
             )
             whole = np.stack([rows_of_step.tokens, np.full(starts[-1], -1)], 1)
             none = np.zeros((0, 3), np.int64)
-            return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, positions, sequences, 0)
+            return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, *of_rows, sequences, 0)
         parts = np.where(own_parts + tiles.inherited > 1, own_parts + tiles.inherited, 0)  # of each of its tokens
         first_part = np.cumsum(parts * tiles.count) - parts * tiles.count
         tile, k = _spread(own_parts)
@@ -315,7 +321,7 @@ class Partitioner:
             _longest_first(np.concatenate(many_items)),
             np.concatenate(rows),
             merges,
-            positions,
+            *of_rows,
             sequences,
             int((parts * tiles.count).sum()),
         )

@@ -244,7 +244,7 @@ def _step(
 
 @gluon.jit
 def _compute(
-    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks, reports, num_items,
+    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, ends, sinks, reports, num_items,
     num_heads, turns, q_token, q_head, out_token, out_head, scale, WHICH: gl.constexpr, G: gl.constexpr,
     B: gl.constexpr, D: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -291,7 +291,7 @@ def _compute(
             limit = gl.where(held, hi, 0)
             if CAUSAL:
                 token = gl.load(rows + (first_row + row // G) * 2, mask=held, other=0)
-                limit = gl.minimum(limit, gl.load(positions + token, mask=held, other=-1) + 1)
+                limit = gl.minimum(limit, gl.load(ends + token, mask=held, other=0))
             tiles = gl.maximum((hi - lo + N - 1) // N, 1)
             first = lo + (tiles - 1) * N
 
@@ -381,7 +381,7 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["num_items", "num_heads", "num_blocks", "turns"])
 def prefill(
-    k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, positions, tables, sinks, reports, num_items,
+    k_desc, v_desc, q, out, lse, part_mix, part_sums, items, rows, ends, tables, sinks, reports, num_items,
     num_heads, num_blocks, turns, q_token, q_head, out_token, out_head, scale,
     G: gl.constexpr, B: gl.constexpr, D: gl.constexpr, N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
@@ -409,12 +409,12 @@ def prefill(
         gl.warp_specialize(
             [
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, ends, sinks,
                     reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
                     0, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, ends, sinks,
                     reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
                     1, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
@@ -429,17 +429,17 @@ def prefill(
         gl.warp_specialize(
             [
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, ends, sinks,
                     reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
                     0, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, ends, sinks,
                     reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
                     1, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),
                 (_compute, (
-                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, positions, sinks,
+                    qs, ks, vs, k_full, v_full, q, out, lse, part_mix, part_sums, items, rows, ends, sinks,
                     reports, num_items, num_heads, turns, q_token, q_head, out_token, out_head, scale,
                     2, G, B, D, N, GROUPS, STAGES, CAUSAL,
                 )),

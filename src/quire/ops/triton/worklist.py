@@ -27,8 +27,8 @@ class TritonPlan(AttentionPlan):
     """An attention plan with its lists: int32 views of one tensor on the device.
 
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
-    keys were cut. positions, sequences, device_slots, rows_nonfinite: of each query token. tables: the block ids of all
-    sequences, concatenated.
+    keys were cut. positions, ends, sequences, device_slots, rows_nonfinite: of each query token. tables: the block ids
+    of all sequences, concatenated.
     """
 
     takes_device_metadata = True
@@ -45,6 +45,7 @@ class TritonPlan(AttentionPlan):
             "many": ITEM * room.many,
             "merges": 3 * max_tokens,
             "positions": max_tokens,
+            "ends": max_tokens,
             "sequences": max_tokens,
             "device_slots": max_tokens,
             "rows_nonfinite": max_tokens,  # always 0 on the host: each update clears it
@@ -54,7 +55,7 @@ class TritonPlan(AttentionPlan):
         self._lists = DeviceLists(spec.device, sizes)
         device = self._lists.sent
         self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
-        self.positions, self.sequences = device["positions"], device["sequences"]
+        self.positions, self.ends, self.sequences = device["positions"], device["ends"], device["sequences"]
         self.device_slots, self.rows_nonfinite = device["device_slots"], device["rows_nonfinite"]
         self.rows, self.tables = device["rows"], device["tables"]
         self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
@@ -67,7 +68,8 @@ class TritonPlan(AttentionPlan):
         lens = self.context_lens[: self.num_seqs].numpy().astype(np.int64)
         width = int(-(-lens.max(initial=0) // self.spec.block_size))
         tables = self.block_tables[: self.num_seqs, :width].numpy()
-        lists = self.partitioner.cut(starts, lens, tables)
+        ends = None if self.key_ends is None else self.key_ends.numpy()
+        lists = self.partitioner.cut(starts, lens, tables, ends)
         self._lists.open()
         self._write(lists, tables)
         self.num_few, self.num_many, self.num_merges = len(lists.few), len(lists.many), len(lists.merges)
@@ -80,7 +82,7 @@ class TritonPlan(AttentionPlan):
 
         Raises BadShape or BadDtype.
         """
-        query_starts, context_lens, block_tables, _ = step
+        query_starts, context_lens, block_tables, *_ = step
         for name, x, dims in (("query_starts", query_starts, 1), ("context_lens", context_lens, 1)):
             check_integers(name, x, dims)
         check_integers("block_tables", block_tables, 2)
@@ -105,7 +107,9 @@ class TritonPlan(AttentionPlan):
         self.rows[1 : 2 * num_tokens : 2].fill_(-1)
         sequences = device_plan.sequences(num_tokens, query_starts)
         self.sequences[:num_tokens].copy_(sequences)
-        self.positions[:num_tokens].copy_(device_plan.positions(sequences, query_starts, context_lens))
+        positions = device_plan.positions(sequences, query_starts, context_lens)
+        self.positions[:num_tokens].copy_(positions)
+        self.ends[:num_tokens].copy_(positions + 1)
         ids = block_tables.clamp(0, self.spec.num_blocks - 1)
         self.tables[: ids.numel()].copy_(ids.flatten())
         for nothing in (self.few, self.merges, self.many[made.numel() :], self.device_slots):
@@ -123,6 +127,7 @@ class TritonPlan(AttentionPlan):
             view[len(entries) :, 0] = -1  # nothing to do for the other programs of a captured launch
         views["rows"][: lists.rows.size] = lists.rows.reshape(-1)
         views["positions"][: self.num_tokens] = lists.positions
+        views["ends"][: self.num_tokens] = lists.ends
         views["sequences"][: self.num_tokens] = lists.sequences
         views["device_slots"][: self.num_tokens] = self.slots[: self.num_tokens].numpy() if self.writable else -1
         views["device_slots"][self.num_tokens :] = -1

@@ -193,7 +193,7 @@ struct Worker {
             const int64_t from = (int64_t)position - spec.window + 1;
             low[i] = spec.window && from > 0 ? (int)from : 0;
             if (params.chunk && position > 0) low[i] = most(low[i], position / params.chunk * params.chunk);
-            high[i] = spec.causal ? least(position + 1, item.end) : item.end;
+            high[i] = least(plan.row_ends[row], item.end);
             whole_total[i] = 0.0f;
             whole_top[i] = -INF;
         }

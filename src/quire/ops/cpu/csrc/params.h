@@ -13,6 +13,7 @@ struct StepParams {
     const int32_t* context_lens;  // [S]
     const int32_t* block_tables;  // [S, table_stride]
     const int32_t* slots;         // [T]
+    const int32_t* key_ends;      // [T], the keys before which each row attends, of a causal plan; null: its position + 1
     int32_t* nonfinite;           // [T], 0; becomes 1 for rows whose K or V is written and not finite
     int64_t table_stride;
     int32_t num_seqs;

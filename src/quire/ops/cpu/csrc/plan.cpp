@@ -58,7 +58,7 @@ struct QuirePlan {
     Plan view{};
     std::vector<Item> items;
     std::vector<Tile> tiles;
-    std::vector<int32_t> row_tokens, row_positions, row_sequences, split_tokens, first_state, first_split, num_splits;
+    std::vector<int32_t> row_tokens, row_positions, row_ends, row_sequences, split_tokens, first_state, first_split, num_splits;
     std::vector<Shared> shared;  // of each tile
     Buffer scratch, states;
 
@@ -90,13 +90,14 @@ void QuirePlan::make_tiles() {
         for (int32_t r = 0; r < rows; r++) {
             row_tokens.push_back(start + r);
             row_positions.push_back(context - rows + r);
+            row_ends.push_back(!spec.causal ? context : step.key_ends ? step.key_ends[start + r] : std::max(0, context - rows + r + 1));
             row_sequences.push_back(s);
         }
         for (int64_t at = 0; at < (int64_t)rows * group; at += view.spec.item_rows) {
             int32_t count = (int32_t)std::min<int64_t>(view.spec.item_rows, (int64_t)rows * group - at);
-            int64_t low = row_positions[start + at / group], high = row_positions[start + (at + count - 1) / group];
+            int64_t low = row_positions[start + at / group];
             int64_t begin = spec.window ? std::max<int64_t>(0, low - spec.window + 1) : 0;
-            int64_t end = spec.causal ? std::max<int64_t>(0, high + 1) : context;
+            int64_t end = row_ends[start + (at + count - 1) / group];  // they never fall within a sequence
             tiles.push_back({s, (int32_t)(start * (int64_t)group + at), count, (int32_t)std::min(begin, end), (int32_t)end});
         }
     }
@@ -163,6 +164,7 @@ void QuirePlan::add_shared(const std::vector<int32_t>& same, int32_t begin, int3
             for (int32_t r = 0; r < tile.count / group; r++) {
                 row_tokens.push_back(row_tokens[(size_t)(tile.first / group + r)]);
                 row_positions.push_back(row_positions[(size_t)(tile.first / group + r)]);
+                row_ends.push_back(row_ends[(size_t)(tile.first / group + r)]);
                 row_sequences.push_back(tile.sequence);
             }
             count += tile.count;
@@ -179,7 +181,7 @@ void QuirePlan::need_states(const Tile& tile) {
         const size_t token = (size_t)row_tokens[(size_t)row];
         const int64_t position = row_positions[(size_t)row];
         const int64_t low = spec.window ? std::max<int64_t>(0, position - spec.window + 1) : 0;
-        const int64_t high = spec.causal ? position + 1 : view.step.context_lens[tile.sequence];
+        const int64_t high = row_ends[(size_t)row];
         if (num_splits[token]) continue;  // a token with many query heads is in several tiles
         split_tokens.push_back((int32_t)token);
         first_split[token] = (int32_t)(low / SPLIT);
@@ -254,7 +256,7 @@ void QuirePlan::make_items() {
 void QuirePlan::update(const StepParams& step) {
     view.step = step;
     const int32_t num_tokens = step.query_starts[step.num_seqs];
-    items.clear(), tiles.clear(), row_tokens.clear(), row_positions.clear(), row_sequences.clear(), split_tokens.clear();
+    items.clear(), tiles.clear(), row_tokens.clear(), row_positions.clear(), row_ends.clear(), row_sequences.clear(), split_tokens.clear();
     first_state.assign((size_t)num_tokens, 0), first_split.assign((size_t)num_tokens, 0), num_splits.assign((size_t)num_tokens, 0);
     make_tiles();
     make_items();
@@ -270,7 +272,7 @@ void QuirePlan::update(const StepParams& step) {
     scratch.reserve((size_t)(view.scratch_stride * step.num_threads));
     view.items = items.data();
     view.row_tokens = row_tokens.data(), view.row_positions = row_positions.data();
-    view.row_sequences = row_sequences.data();
+    view.row_ends = row_ends.data(), view.row_sequences = row_sequences.data();
     view.split_tokens = split_tokens.data(), view.num_split_tokens = (int64_t)split_tokens.size();
     view.first_state = first_state.data(), view.first_split = first_split.data(), view.num_splits = num_splits.data();
     view.states = (float*)states.data;

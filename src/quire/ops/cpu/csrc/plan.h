@@ -35,6 +35,7 @@ struct Plan {
     int64_t grain;  // cost of the items that a thread takes at a time
     const int32_t* row_tokens;     // query token of each row
     const int32_t* row_positions;  // its absolute position
+    const int32_t* row_ends;       // it attends to no key from this one on
     const int32_t* row_sequences;  // its sequence
     const int32_t* split_tokens;   // tokens whose rows are computed in parts
     int64_t num_split_tokens;
