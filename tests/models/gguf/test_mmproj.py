@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,20 @@ from quire.models.text_part import UNREAD, TextPart
 from tests.models.gguf.writer import add, add_tensor, finish, write_gguf
 from tests.models.image_checkpoints import pictures, save_images_model
 
-ALL = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2053, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "num_blocks": 100}
 KINDS = {"qwen2_5_vl": ("Qwen2VL", "qwen2.5vl_merger"), "gemma3": ("Gemma3", "gemma3")}
 # Settings that converters do not store: those of the published checkpoints.
-CHANGES: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_5_vl": {
         "config.json": {"vision_config": {"window_size": 112}},
         "preprocessor_config.json": {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 16384 * 28 * 28}},
     },
-    "gemma3": {},
+    "gemma3": {
+        "config.json": {"text_config": {"query_pre_attn_scalar": 16}, "mm_tokens_per_image": 4},
+        "preprocessor_config.json": {"image_seq_length": 4},
+        "processor_config.json": {"image_seq_length": 4},
+    },
 }
 TEXT, VISION = "model.gguf", "mmproj-model.gguf"
 
@@ -45,7 +51,7 @@ def vocabulary(directory: Path) -> dict[str, Any]:
     texts = {i: text for text, i in state["model"]["vocab"].items()} | added
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",  # it cuts the texts of these tests as the checkpoint's own does
+        "tokenizer.ggml.pre": "qwen2",  # like the checkpoint's own, but for spaces after line ends
         "tokenizer.ggml.tokens": [texts[i] for i in range(len(texts))],
         "tokenizer.ggml.token_type": np.array([3 if i in added else 1 for i in range(len(texts))], np.int32),
         "tokenizer.ggml.merges": [" ".join(pair) for pair in state["model"]["merges"]],
@@ -53,7 +59,7 @@ def vocabulary(directory: Path) -> dict[str, Any]:
     }
 
 
-def write_text(directory: Path, kind: str) -> None:
+def write_text(directory: Path, kind: str, name: str = TEXT, **changes: Any) -> None:
     """Write the text part of a checkpoint."""
     alone = directory / "text"
     alone.mkdir(exist_ok=True)
@@ -62,8 +68,10 @@ def write_text(directory: Path, kind: str) -> None:
     part = TextPart(kind)
     weights = {part.name(name): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
     save_file({name: tensor for name, tensor in weights.items() if name is not None}, alone / "model.safetensors")
-    own = {"rope.dimension_sections": [2, 3, 3, 0]} if kind == "qwen2_5_vl" else {}
-    write_gguf(alone, directory / TEXT, KINDS[kind][0], **own, **vocabulary(directory))
+    own: dict[str, Any] = {"rope.dimension_sections": [2, 3, 3, 0]}
+    if kind == "gemma3":
+        own = {"attention.sliding_window_pattern": [True, False] * 2}
+    write_gguf(alone, directory / name, KINDS[kind][0], **(own | vocabulary(directory) | changes))
 
 
 def write_vision(
@@ -108,6 +116,7 @@ def write_vision(
     meant: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         parts = []
+        name = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name)  # as it is published
         for theirs, part in _parts(name, tensor):
             found = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
             if is_swapped:
@@ -141,7 +150,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         file = directory / name
         content = json.loads(file.read_text())
         for part, values in changes.items():
-            content[part] |= values
+            content[part] = content[part] | values if isinstance(values, dict) else values
         file.write_text(json.dumps(content))
     write_text(directory, request.param)
     write_vision(directory, request.param)
@@ -151,11 +160,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_logits_are_those_of_the_safetensors_checkpoint(checkpoint: tuple[Path, str, str]) -> None:
     directory, _, mark = checkpoint
     one, two = (picture.resize((3 * picture.width, 2 * picture.height)) for picture in pictures(2, seed=7))
-    prompt = {"prompt": f"def f {mark} and {mark} world", "multi_modal_data": {"image": [one, two]}}
+    prompt = {"prompt": f"def f {mark}and {mark}world", "multi_modal_data": {"image": [one, two]}}
     found = []
     for model in (directory, directory / TEXT):
         with LLM(str(model), **OPTIONS) as llm:
-            found.append(llm.generate(prompt, ALL, use_tqdm=False)[0])
+            sampling = replace(GREEDY, logprobs=llm.decoder.config.vocab_size)
+            found.append(llm.generate(prompt, sampling, use_tqdm=False)[0])
     expected, output = found
     assert output.prompt_token_ids == expected.prompt_token_ids
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
@@ -246,6 +256,34 @@ def test_tensors_that_do_not_fit_are_refused_with_the_first_image(
     directory, kind, mark = checkpoint
     write_vision(directory, kind, tmp_path / VISION, **{"vision.block_count": 1})
     with LLM(str(directory / TEXT), mmproj=str(tmp_path / VISION), **OPTIONS) as llm:
-        assert llm.generate("class A:", ALL, use_tqdm=False)[0].outputs[0].token_ids
+        assert llm.generate("class A:", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         with pytest.raises(RequestError, match=r"the vision part has .*, which no module takes"):
-            llm.generate({"prompt": mark, "multi_modal_data": {"image": pictures(1)[0]}}, ALL)
+            llm.generate({"prompt": mark, "multi_modal_data": {"image": pictures(1)[0]}}, GREEDY)
+
+
+def test_the_token_of_image_rows_may_be_missing(checkpoint: tuple[Path, str, str]) -> None:
+    """It has no embedding in Gemma 3, and some of its files do not have it."""
+    directory, kind, mark = checkpoint
+    if kind == "qwen2_5_vl":  # it is the mark of an image, too
+        write_text(directory, kind, "less.gguf", **_renamed(directory, "<|vision_start|>"))
+        model = GgufModel(directory / "less.gguf")
+        model.read_images(directory / VISION)
+        with (
+            pytest.raises(ModelError, match=r"has no token <\|vision_start\|>, which images need"),
+            model.for_transformers(),
+        ):
+            pass
+        return
+    write_text(directory, kind, "less.gguf", **_renamed(directory, "<image_soft_token>"))
+    prompt = {"prompt": f"def f {mark}and", "multi_modal_data": {"image": pictures(1)[0]}}
+    found = []
+    for name in (TEXT, "less.gguf"):
+        with LLM(str(directory / name), **OPTIONS) as llm:
+            [output] = llm.generate(prompt, replace(GREEDY, logprobs=0, repetition_penalty=1.2), use_tqdm=False)
+        found.append(output.outputs[0])
+    assert found[0].logprobs == found[1].logprobs
+
+
+def _renamed(directory: Path, token: str) -> dict[str, Any]:
+    tokens = vocabulary(directory)["tokenizer.ggml.tokens"]
+    return {"tokenizer.ggml.tokens": ["<unused>" if text == token else text for text in tokens]}

@@ -54,6 +54,7 @@ class Projector:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     less_one: frozenset[str] = frozenset()  # tensors of which 1 must be subtracted
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keys -> the only value that each may have
+    image_token: str  # of each row of an image
     tokens: Mapping[str, str]  # keys of config.json -> special tokens
     named: Mapping[str, str] = field(default_factory=dict)  # attributes of the tokenizer -> special tokens
 
@@ -133,6 +134,7 @@ PROJECTORS = {
             "v.patch_embd.weight": ("v.patch_embd.weight", "v.patch_embd.weight.1"),  # of two frames
         },
         fixed={"use_silu": True, "vision.attention.layer_norm_epsilon": 1e-6},
+        image_token="<|image_pad|>",
         tokens={
             "image_token_id": "<|image_pad|>",
             "video_token_id": "<|video_pad|>",
@@ -166,6 +168,7 @@ PROJECTORS = {
         },
         less_one=frozenset({"mm.soft_emb_norm.weight"}),
         fixed={"use_gelu": True},
+        image_token="<image_soft_token>",
         tokens={
             "image_token_index": "<image_soft_token>",
             "boi_token_index": "<start_of_image>",

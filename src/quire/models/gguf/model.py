@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
 from quire.errors import ModelError
@@ -148,10 +148,16 @@ class GgufModel:
         """
         if self.mmproj is None or self._vocabulary is None:
             raise ModelError(f"{self.path} has no {'vision part' if self.mmproj is None else 'tokenizer'}")
-        projector, tokens = self.mmproj.projector, self._vocabulary.ids_or_next(self.mmproj.projector.tokens.values())
+        projector, tokenizer = self.mmproj.projector, self._vocabulary.tokenizer()
+        # Files of Gemma 3 may lack the token whose rows an image replaces, since it has no embedding.
+        tokenizer.add_special_tokens([AddedToken(projector.image_token, normalized=False)])
+        tokens = {key: tokenizer.token_to_id(text) for key, text in projector.tokens.items()}
+        for key, token in tokens.items():
+            if token is None:
+                raise ModelError(f"{self.path} has no token {projector.tokens[key]}, which images need")
         config = self.mmproj.whole(_without_layers(self._text_config()), [])
         files: dict[str, Mapping[str, Any]] = {
-            "config.json": config | {key: tokens[text] for key, text in projector.tokens.items()},
+            "config.json": config | tokens,
             "preprocessor_config.json": self.mmproj.preprocessor(),
             "processor_config.json": self.mmproj.vision.pixels,
             "tokenizer_config.json": {
@@ -162,7 +168,7 @@ class GgufModel:
         with TemporaryDirectory(prefix="quire-") as directory:
             for name, content in files.items():
                 Path(directory, name).write_text(json.dumps(content), encoding="utf-8")
-            self._vocabulary.tokenizer().save(str(Path(directory, "tokenizer.json")))
+            tokenizer.save(str(Path(directory, "tokenizer.json")))
             yield Path(directory)
 
     def pooling_mode(self) -> Pooling | None:

@@ -8,7 +8,7 @@ in training makes a model worse without an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -99,12 +99,6 @@ class Vocabulary:
         # If there is a <|return|>, as in gpt-oss, <|end|> only ends a part of an answer.
         known = [ids.get(text) for text in ENDS if text != "<|end|>" or "<|return|>" not in ids]
         return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
-
-    def ids_or_next(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return the ids of tokens by their texts; of those that are missing, the ids after the last one."""
-        known = {text: token for token, text in enumerate(self.tokens)}
-        missing = [text for text in dict.fromkeys(texts) if text not in known]
-        return known | {text: len(known) + i for i, text in enumerate(missing)}
 
     # --------------------------------------------------------------------------------------- tokenizers
 
