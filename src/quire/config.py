@@ -195,6 +195,15 @@ class EngineConfig:
         group=MODEL,
     )
     gguf_file: str | None = option(None, "Name of the GGUF file to load from a directory or repository.", group=MODEL)
+    mmproj: str | None = option(
+        None,
+        "GGUF file of the vision part: a path, or its name in the model's directory or repository. Default: the "
+        "mmproj*.gguf in the directory of the model's GGUF file.",
+        group=MODEL,
+    )
+    no_mmproj: bool = option(
+        False, "Serve a GGUF file for text alone: do not look for an mmproj*.gguf next to it.", group=MODEL
+    )
     tokenizer: str | None = option(
         None,
         "Directory, GGUF file or repository of the tokenizer and chat template. Default: the model's.",
@@ -320,6 +329,13 @@ class EngineConfig:
             raise ConfigError(f"draft is {self.draft!r}, and draft_model {self.draft_model!r}; leave one of them out")
         if self.draft_model is None and self.draft == "model":
             raise ConfigError("draft is 'model'; draft_model must name the model, and is missing")
+        if self.mmproj is not None and self.no_mmproj:
+            raise ConfigError(f"mmproj is {self.mmproj!r}, and no_mmproj is True; leave one of them out")
+        if self.mmproj is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"mmproj is {self.mmproj!r}, and tensor_parallel_size {self.tensor_parallel_size}; images are served "
+                "with a tensor_parallel_size of 1"
+            )
         if self.receipts is not None and not (isinstance(self.receipts, str) and self.receipts):
             raise ConfigError(f"receipts is {self.receipts!r}; it must be the path of a file")
 

@@ -52,6 +52,7 @@ IN: dict[str, tuple[dict[str, Any], set[str]]] = {
 }  # fmt: skip
 OUT: dict[str, dict[str, Any]] = {
     "model": {"model": str(EMBEDDED)},
+    "no_mmproj": {"no_mmproj": True},
     "device": {"device": "cpu"},
     "tensor_parallel_size": {"tensor_parallel_size": 2},
     "receipts": {"receipts": "/dev/null"},
@@ -142,12 +143,13 @@ def test_it_is_the_same_in_and_after_work(llm: LLM, fingerprint: Fingerprint) ->
 
 def test_each_option_is_in_or_out_and_the_module_says_why() -> None:
     options = {one.name for config in (EngineConfig, CacheConfig) for one in fields(config)} - {"cache"}
-    assert {*IN, "attention_backend", "gguf_file", "tokenizer"} | OUT.keys() == options
+    files = {"gguf_file", "mmproj", "tokenizer"}
+    assert {*IN, "attention_backend", *files} | OUT.keys() == options
     assert not IN.keys() & OUT.keys()
     assert model_fingerprint.__doc__ is not None
     inside, _, outside = model_fingerprint.__doc__.partition("    out ")
     assert all(name in inside for name in {*IN, "attention_backend"})
-    assert all(name in outside for name in {*OUT, "gguf_file", "tokenizer"})
+    assert all(name in outside for name in {*OUT, *files})
 
 
 @needs_kernels

@@ -59,7 +59,7 @@ from quire.frontend.requests import Made
 from quire.frontend.yes_no import is_named_reranker
 from quire.importing import uncollected
 from quire.lora.request import LoRARequest
-from quire.models import check_device, check_parallel, load_images, load_model, locate
+from quire.models import check_device, check_parallel, find_files, load_images, load_model
 from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
 from quire.models.hub import locate_description
@@ -119,7 +119,7 @@ class LLM:
         self.config: EngineConfig = config if config.tensor_parallel_size > 1 else replace(config, device=device)
         # First: a wrong path must not cost the time to load a model.
         self.receipts: Receipts | None = None if self.config.receipts is None else Receipts(self.config.receipts)
-        self.files: Files = files_of(locate(self.config.model, self.config.gguf_file))
+        self.files: Files = find_files(self.config)
         self.text_files: Files = self._find_text_files()
         # Fields of SamplingParams for requests without any.
         self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.files)

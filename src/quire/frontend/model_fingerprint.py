@@ -9,7 +9,8 @@ to give the same fingerprint. Or it is left out, since no token, logprob or dige
           lora                                   the adapters, by name and weights
           max_model_len                          ends sequences, and chooses longrope's factors
           attention_backend, model_impl          the operators and layers that compute
-    out   model, gguf_file, tokenizer            paths of the files; their contents are in
+    out   model, gguf_file, mmproj, no_mmproj, tokenizer
+                                                 paths of the files; their contents are in
           tensor_parallel_size                   how many processes compute: no sum is divided among them
           device, prefetch                       the GPU, how memory is fetched; its results are probed
           reproducible                           if bits depend on it, there is no fingerprint without it

@@ -29,6 +29,7 @@ from quire.models.draft_head import DraftHead
 from quire.models.eagle import Eagle, EagleHead, is_eagle, read_eagle
 from quire.models.families.mtp import ReadHead
 from quire.models.files import CONFIG, Files, Where, files_of
+from quire.models.gguf.model import GgufModel
 from quire.models.headless import CLASSIFIER, Headless, Prefixed, causal_name, whole_names
 from quire.models.hf_config import IMMATERIAL, architectures, check_counts, model_type, shown
 from quire.models.hub import EMBEDDED as EMBEDDED
@@ -320,6 +321,46 @@ def load_model(where: Where, config: EngineConfig, backend: Backend, exchange: C
         model.loras = Loras(targets, limits, model.dtype, model.device)
         model.loras.part, model.loras.module = part, sources.module
     return model
+
+
+def find_files(config: EngineConfig) -> Files:
+    """Return the files of a config's model. A GGUF file's vision part is that of mmproj, or the one in its directory.
+
+    Raises ModelError if a file is not found or not supported, ConfigError for mmproj without a GGUF file.
+    """
+    files = files_of(locate(config.model, config.gguf_file))
+    if config.mmproj is not None:
+        if not isinstance(files, GgufModel):
+            raise ConfigError(f"mmproj is {config.mmproj!r}, and {files.path} is no GGUF file; leave it out")
+        files.read_images(_locate_mmproj(config.mmproj, config.model))
+    elif isinstance(files, GgufModel) and not config.no_mmproj:
+        _read_images_nearby(files)
+    return files
+
+
+def _locate_mmproj(name: str, model: str | None) -> Path:
+    """Return the path of the file of a vision part: a path, or a name in the model's directory or repository."""
+    if (path := Path(name).expanduser()).is_file():
+        return path
+    if model is None or Path(model).expanduser().is_file():
+        raise ModelError(f"mmproj is {name!r}; there is no such file")
+    return locate(model, name)
+
+
+def _read_images_nearby(files: GgufModel) -> None:
+    """Add the vision part in the directory of a GGUF file. Log a warning if those there do not fit, or several do."""
+    fitting, reason = [], ""
+    for path in files.mmproj_nearby():
+        try:
+            files.read_images(path)
+            fitting.append(path)
+        except ModelError as error:
+            reason = reason or str(error)
+    if len(fitting) > 1:
+        files.mmproj = None
+        reason = f"its directory has {', '.join(path.name for path in fitting)}; name one with mmproj"
+    if reason and len(fitting) != 1:
+        log.warning("%s is served for text alone: %s", files.path.name, reason)
 
 
 def load_images(

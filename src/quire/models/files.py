@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -54,6 +55,9 @@ class Files(Protocol):
 
     def tensors(self, part: TextPart | None = None) -> Tensors:
         """Return the weights, or those of a part under the names of a standalone model."""
+
+    def for_transformers(self) -> AbstractContextManager[Path]:
+        """Return a directory of all but the weights in the layout of transformers, which may exist only meanwhile."""
 
     def pooling_mode(self) -> Pooling | None:
         """Return how hidden states are pooled, if the weights' file itself has that; else None."""
@@ -107,6 +111,10 @@ class Directory:
     def tensors(self, part: TextPart | None = None) -> Tensors:
         """Open these files."""
         return Checkpoint(self.path, part)
+
+    def for_transformers(self) -> AbstractContextManager[Path]:
+        """Return the directory."""
+        return nullcontext(self.path)
 
     def pooling_mode(self) -> Pooling | None:
         """Return None: other files have it, see `pooling_files`."""

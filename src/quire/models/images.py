@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -68,8 +69,9 @@ class ImageEncoder:
         check_installed("images", "PIL")
         import transformers
 
-        self.config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
-        self.processor = _processor(files, self.config)
+        with files.for_transformers() as where:
+            self.config = transformers.AutoConfig.from_pretrained(where, local_files_only=True)
+            self.processor = _processor(files, where, self.config)
         self.placeholder = int(getattr(self.config, "image_token_id", None) or self.config.image_token_index)
         self._model = _vision_part(files, self.config, dtype, backend)
         self._takes = inspect.signature(self._model.get_image_features).parameters
@@ -137,11 +139,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
-def _processor(files: Files, config: Any) -> Any:
-    """Return the checkpoint's processor, without its parts for videos and sound."""
+def _processor(files: Files, where: Path, config: Any) -> Any:
+    """Return the checkpoint's processor, without its parts for videos and sound. where: the files of its settings."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    kind, where = _processor_class(config), str(files.path)
+    kind = _processor_class(config)
     try:
         parts = {
             "image_processor": AutoImageProcessor.from_pretrained(where, local_files_only=True, backend="pil"),
@@ -149,7 +151,7 @@ def _processor(files: Files, config: Any) -> Any:
         }
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
-            f"{where}: its image processor cannot be read: {' '.join(str(error).split())[:300]}"
+            f"{files.path}: its image processor cannot be read: {' '.join(str(error).split())[:300]}"
         ) from error
     # A subclass, since transformers' class requires the video processor, which requires torchvision.
     own = {
@@ -202,13 +204,17 @@ def _vision_part(files: Files, config: Any, dtype: torch.dtype, backend: Backend
             state_dict={name: tensors[name] for name in names},
             dtype=dtype,
             attn_implementation={"": "eager", "vision_config": "quire"},
+            ignore_mismatched_sizes=True,  # the report has them
             output_loading_info=True,
         )
-    missing = sorted(name for name in report["missing_keys"] if UNREAD.match(name))
-    superfluous = sorted(report["unexpected_keys"])
-    if missing or superfluous:
-        what = f"lacks {missing[0]}" if missing else f"has {superfluous[0]}, which no module takes"
-        raise ModelError(f"{files.path}: the vision part {what}")
+    faults = {
+        "lacks {}": [name for name in report["missing_keys"] if UNREAD.match(name)],
+        "has {}, which no module takes": report["unexpected_keys"],
+        "has {}, not in the shape of its configuration": [name for name, *_ in report["mismatched_keys"]],
+    }
+    for what, names in faults.items():
+        if names:
+            raise ModelError(f"{files.path}: the vision part {what.format(min(names))}")
     model.eval()
     replace_patches(model)
     if config.model_type == "gemma3":

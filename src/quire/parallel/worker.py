@@ -16,8 +16,8 @@ from quire.engine.plan_codec import Pools, unpack
 from quire.engine.ranks import FollowingRunner
 from quire.errors import QuireError
 from quire.fingerprint.components import model_parts
-from quire.models import load_model, locate
-from quire.models.files import Files, files_of
+from quire.models import find_files, load_model
+from quire.models.files import Files
 from quire.models.model import Model
 from quire.ops import Backend, native
 from quire.ops.collectives import Communicator, least
@@ -74,7 +74,7 @@ def main() -> None:
         with native.using(given.isa):
             backend = ops.load(config.attention_backend, config.device)
             group = join_started(given, backend)
-            follow(group, files_of(locate(config.model, config.gguf_file)), config, backend)
+            follow(group, find_files(config), config, backend)
     except QuireError:  # rank 0 reports it
         sys.exit(1)
 

@@ -20,7 +20,7 @@ from tests.models.checkpoints import save
 from tests.models.gguf.vocabularies import metadata_of
 
 ARCHITECTURES = {
-    "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3",
+    "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen2VL": "qwen2vl", "Qwen3": "qwen3",
     "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2",
     "Starcoder2": "starcoder2", "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
     "Cohere": "command-r", "Cohere2": "cohere2", "Glm4": "glm4", "Exaone4": "exaone4", "Ernie4_5": "ernie4_5",
@@ -69,7 +69,7 @@ def write_gguf(
     if any(name == "mtp.fc.weight" or OF_HEAD.fullmatch(name) for name in weights):
         given |= {"block_count": given["block_count"] + 1, "nextn_predict_layers": 1}
     for key, value in given.items():
-        _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
+        add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
     meant = {}
     for name, tensor in _tensors(weights, kind, config):
         if numbers is not None:
@@ -78,20 +78,29 @@ def write_gguf(
         wanted = Kind.F32 if exact else kind_of(name)
         if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
             wanted = Kind.BF16
-        if wanted in FLOATS:
-            stored = tensor.to(FLOATS[wanted]).contiguous()
-            raw = stored.view(torch.uint8 if wanted is Kind.BF16 else stored.dtype).numpy()
-            writer.add_tensor(name, raw, raw_dtype=wanted)
-            meant[name] = stored.float().numpy()
-        else:
-            blocks = quantised(tensor.float().numpy(), wanted)
-            writer.add_tensor(name, blocks, raw_dtype=wanted)
-            meant[name] = gguf.quants.dequantize(blocks, wanted)
+        meant[name] = add_tensor(writer, name, tensor, wanted)
+    finish(writer)
+    return meant
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind) -> np.ndarray[Any, Any]:
+    """Add a tensor; what it means."""
+    if kind in FLOATS:
+        stored = tensor.to(FLOATS[kind]).contiguous()
+        raw = stored.view(torch.uint8 if kind is Kind.BF16 else stored.dtype).numpy()
+        writer.add_tensor(name, raw, raw_dtype=kind)
+        return stored.float().numpy()
+    blocks = quantised(tensor.float().numpy(), kind)
+    writer.add_tensor(name, blocks, raw_dtype=kind)
+    return gguf.quants.dequantize(blocks, kind)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write all that was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return meant
 
 
 def write_model(path: Path) -> Path:
@@ -127,7 +136,7 @@ def quantised(numbers: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]
         return blocks.reshape(*numbers.shape[:-1], -1)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

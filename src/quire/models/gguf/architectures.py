@@ -76,6 +76,11 @@ def _phi3(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"original_max_position_embeddings": original, "sliding_window": window or None}
 
 
+def _qwen2vl(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    metadata.get("rope.dimension_sections")  # for images; in text, all sections have the same position
+    return {}
+
+
 def _exaone4(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window and the layers that have it; without a window, all layers have full attention."""
     window, slides = metadata.get("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
@@ -380,6 +385,7 @@ COHERE = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logi
 ARCHITECTURES = {
     "llama": LLAMA,
     "qwen2": Architecture(name="Qwen2ForCausalLM", model_type="qwen2", layer=LAYER),
+    "qwen2vl": Architecture(name="Qwen2ForCausalLM", model_type="qwen2", layer=LAYER, more=_qwen2vl),
     "qwen3": Architecture(name="Qwen3ForCausalLM", model_type="qwen3", layer=LAYER, more=_attention_bias),
     "qwen3moe": Architecture(
         name="Qwen3MoeForCausalLM",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
 from quire.errors import ModelError
@@ -18,6 +22,7 @@ from quire.models.gguf.architecture import TensorPlace
 from quire.models.gguf.architectures import architecture_of
 from quire.models.gguf.file import GgufFile, TensorInfo, single
 from quire.models.gguf.metadata import Metadata
+from quire.models.gguf.mmproj import TEXT_ARCHITECTURES, Mmproj
 from quire.models.gguf.vocabulary import Vocabulary
 from quire.models.pooling_config import Pooling
 from quire.models.template import default_template
@@ -27,6 +32,8 @@ from quire.ops.weights.gguf_blocks import FLOATS, MXFP4, weight_of
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 NO_VOCABULARY = ("no_vocab", "none")  # tokenizer models of files without a vocabulary
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
+MMPROJ = "mmproj*.gguf"  # names of files of vision parts
+AXES = 3  # of an image's position
 VERSION = 2  # of quantised blocks; some had other layouts in earlier versions
 
 
@@ -37,11 +44,22 @@ class GgufModel:
         """Open a file, or the first of several. Raises ModelError if it is malformed or its model is not supported."""
         self.path = path
         self.file = GgufFile(path)
+        self.mmproj: Mmproj | None = None  # set by read_images
         self._metadata = Metadata(self.file)
         self._architecture = architecture_of(self._metadata)
         version = single(path, self.file.metadata, "general.quantization_version", VERSION)
         if version != VERSION:
             raise ModelError(f"{path}: general.quantization_version is {version!r}; served is {VERSION}")
+
+    def read_images(self, path: Path) -> None:
+        """Add the vision part in another file. Raises ModelError if it is not supported, or of another model."""
+        self.mmproj = Mmproj(path, self._metadata)
+
+    def mmproj_nearby(self) -> list[Path]:
+        """Return the files of vision parts in the directory of this file; empty for an architecture without any."""
+        if self._metadata.architecture not in TEXT_ARCHITECTURES:
+            return []
+        return sorted(path for path in self.path.parent.glob(MMPROJ) if path.name != self.path.name)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary | None:
@@ -55,7 +73,17 @@ class GgufModel:
         return self._architecture.places(self._metadata)
 
     def config(self) -> Mapping[str, Any]:
-        """Return the model's config.json. Raises ModelError for metadata with unknown keys or invalid values."""
+        """Return the model's config.json, which is that of the whole model if it has a vision part.
+
+        Raises ModelError for metadata with unknown keys or invalid values.
+        """
+        text = self._text_config()
+        if self.mmproj is None:
+            return text
+        sections = np.ravel(self.file.metadata.get(f"{self._metadata.architecture}.rope.dimension_sections", []))
+        return self.mmproj.whole(text, sections[:AXES].tolist())
+
+    def _text_config(self) -> dict[str, Any]:
         config = self._architecture.config(self._metadata)
         self.pooling_mode()
         self._metadata.finish()
@@ -104,13 +132,44 @@ class GgufModel:
         found = default_template(self.tokenizer_settings())
         return None if found is None else (f"tokenizer.chat_template of {self.path}", found)
 
-    def weight_files(self, part: TextPart | None = None) -> list[Path]:  # noqa: ARG002  # a file has one model
-        """Return all files."""
-        return self.file.paths
+    def weight_files(self, part: TextPart | None = None) -> list[Path]:
+        """Return all files, or those of the text part."""
+        return [*self.file.paths, *([self.mmproj.path] if self.mmproj is not None and part is None else [])]
 
-    def tensors(self, part: TextPart | None = None) -> GgufTensors:  # noqa: ARG002
-        """Return all tensors of the model."""
-        return GgufTensors(self.file, self._places)
+    def tensors(self, part: TextPart | None = None) -> GgufTensors:
+        """Return all tensors, or those of the text part, which have the names of a standalone model in both."""
+        return GgufTensors(self.file, self._places, self.mmproj if part is None else None)
+
+    @contextmanager
+    def for_transformers(self) -> Iterator[Path]:
+        """Write all but the weights into a directory that exists within this context, in the layout of transformers.
+
+        Raises ModelError without a vision part, a tokenizer or one of the vision part's tokens.
+        """
+        if self.mmproj is None or self._vocabulary is None:
+            raise ModelError(f"{self.path} has no {'vision part' if self.mmproj is None else 'tokenizer'}")
+        projector, tokenizer = self.mmproj.projector, self._vocabulary.tokenizer()
+        # Files of Gemma 3 may lack the token whose rows an image replaces, since it has no embedding.
+        tokenizer.add_special_tokens([AddedToken(projector.image_token, normalized=False)])
+        tokens = {key: tokenizer.token_to_id(text) for key, text in projector.tokens.items()}
+        for key, token in tokens.items():
+            if token is None:
+                raise ModelError(f"{self.path} has no token {projector.tokens[key]}, which images need")
+        config = self.mmproj.whole(_without_layers(self._text_config()), [])
+        files: dict[str, Mapping[str, Any]] = {
+            "config.json": config | tokens,
+            "preprocessor_config.json": self.mmproj.preprocessor(),
+            "processor_config.json": self.mmproj.vision.pixels,
+            "tokenizer_config.json": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "extra_special_tokens": dict(projector.named),
+            },
+        }
+        with TemporaryDirectory(prefix="quire-") as directory:
+            for name, content in files.items():
+                Path(directory, name).write_text(json.dumps(content), encoding="utf-8")
+            tokenizer.save(str(Path(directory, "tokenizer.json")))
+            yield Path(directory)
 
     def pooling_mode(self) -> Pooling | None:
         """Return the pooling of an embedding model; None if the file has none."""
@@ -125,8 +184,9 @@ class GgufModel:
 class GgufTensors:
     """A GGUF file's tensors under the names of other checkpoints. The names of quantised ones end with "blocks"."""
 
-    def __init__(self, file: GgufFile, places: Mapping[str, TensorPlace]) -> None:
-        self.path, self._file = file.path, file
+    def __init__(self, file: GgufFile, places: Mapping[str, TensorPlace], mmproj: Mmproj | None = None) -> None:
+        """mmproj: a vision part, whose tensors are added."""
+        self.path, self._file, self._mmproj = file.path, file, mmproj
         self._places = {}
         for name, place in places.items():
             quantised = _stays_quantised(file, place)
@@ -135,10 +195,12 @@ class GgufTensors:
     @property
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
-        return frozenset(self._places)
+        return frozenset(self._places) | (frozenset() if self._mmproj is None else self._mmproj.names)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor's numbers, or a quantised tensor's blocks: uint8 [out, bytes of a row]."""
+        if name not in self._places and self._mmproj is not None:
+            return self._mmproj[name]
         place = self._places[name]
         if place.values is not None:
             return self._latent(place.tensor, place.values)
@@ -184,6 +246,12 @@ class GgufTensors:
         found = weight_of(info.kind, rows, info.shape[-1], torch.float32)
         weight = found if isinstance(found, Tensor) else found.dequantised()
         return weight.view(info.shape).float()
+
+
+def _without_layers(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a text part of the same width, which is not computed."""
+    counts = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size")
+    return {key: text[key] for key in ("hidden_size", "dtype")} | dict.fromkeys(counts, 1)
 
 
 def _stays_quantised(file: GgufFile, place: TensorPlace) -> bool:
