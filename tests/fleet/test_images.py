@@ -103,9 +103,9 @@ def test_the_fingerprint_covers_the_processor_of_images(two: list[Serving]) -> N
     assert before.difference(after) == ("images",)
 
 
-@pytest.mark.parametrize("url", ["data:image/png;base64,YWJj", "http://127.0.0.1/a.png", "/etc/passwd"])
-def test_what_is_no_image_is_refused_as_by_a_server(front: Front, two: list[Serving], url: str) -> None:
-    body = asked("What?", url)
+@pytest.mark.parametrize("url", ["data:image/png;base64,YWJj", "http://127.0.0.1/a.png", "/etc/passwd", ONE])
+def test_what_is_no_prompt_is_refused_as_by_a_server(front: Front, two: list[Serving], url: str) -> None:
+    body = asked("What?" * 400, url)
     found, expected = front.ask("POST", CHAT, body), two[0].ask("POST", CHAT, body)
     assert (found.status, found.error()) == (400, expected.error())
 

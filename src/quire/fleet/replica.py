@@ -60,7 +60,7 @@ from quire.request import ImageRows, Task
 from quire.sandbox.grammar import Spec
 from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.service import Service
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import ApiError, bad_messages
 from quire.server.http.sse import EventStream, JsonBody
 
 log = logging.getLogger("quire.fleet")
@@ -238,7 +238,7 @@ class Replica:
         try:
             found = await self._service.encode_images(request, images.text, images.urls)
         except RequestError as error:
-            raise ApiError(str(error), param="messages") from error
+            raise bad_messages(error) from error
         if found.images is None:
             raise ApiError("images has no image; it must have one", code="bad_message")
         return found.tokens, found.images
