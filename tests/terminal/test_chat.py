@@ -100,7 +100,7 @@ def test_images_go_with_the_next_message(tmp_path: Path, capsys: pytest.CaptureF
     chat.take(f"/image '{first}'")
     chat.take(f"/image {second}")
     with pytest.raises(QuireError, match=r"cannot be read: .*No such file"):
-        chat.take("/image ~/no/such/file.png")
+        chat.take(f"/image {second} ~/no/such/file.png")
     with pytest.raises(QuireError, match="is no path: No closing quotation"):
         chat.take("/image 'a")
     with pytest.raises(QuireError, match="is no regular file"):
