@@ -88,6 +88,10 @@ class RequestError(QuireError):
         self.field = field
 
 
+class PromptTooLong(RequestError):
+    """A prompt has more tokens than the model takes."""
+
+
 class ModelError(QuireError):
     """A checkpoint cannot be found, read, or understood."""
 

@@ -103,9 +103,28 @@ def test_the_fingerprint_covers_the_processor_of_images(two: list[Serving]) -> N
     assert before.difference(after) == ("images",)
 
 
-@pytest.mark.parametrize("url", ["data:image/png;base64,YWJj", "http://127.0.0.1/a.png", "/etc/passwd"])
-def test_what_is_no_image_is_refused_as_by_a_server(front: Front, two: list[Serving], url: str) -> None:
-    body = asked("What?", url)
+def test_images_are_not_read_to_look_up_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of a model with recurrent states are asked for the blocks that they have."""
+    save_images_model(tmp_path, "qwen3_5")
+    options = {"model": str(tmp_path), "dtype": "float32", "max_model_len": 512}
+    with serving(options, fleet_secret=SECRET) as server, fronting(server.url) as front:
+        read: list[str] = []
+        factory = server.service.factory
+        tokenize = factory.with_images
+        monkeypatch.setattr(factory, "with_images", lambda text, urls: [read.append(text), tokenize(text, urls)][1])
+        body = asked("a", ONE)
+        body["messages"][0]["content"].insert(0, {"type": "text", "text": "It is a picture. " * 12})
+        expected = front.ask("POST", CHAT, body).json()["choices"][0]["message"]
+        found = front.ask("POST", CHAT, body).json()
+        assert found["choices"][0]["message"] == expected
+        best = front.gateway.fleet.placements[-1].choice.best  # type: ignore[union-attr]
+        assert best.uncached_tokens <= 32
+        assert len(read) == 4, "each request: for the gateway, and to compute it"
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,YWJj", "http://127.0.0.1/a.png", "/etc/passwd", ONE])
+def test_what_is_no_prompt_is_refused_as_by_a_server(front: Front, two: list[Serving], url: str) -> None:
+    body = asked("What?" * 400, url)
     found, expected = front.ask("POST", CHAT, body), two[0].ask("POST", CHAT, body)
     assert (found.status, found.error()) == (400, expected.error())
 
@@ -118,7 +137,8 @@ def test_a_fleet_of_a_text_model_refuses_images() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"tokens": [1, "a"]}, {"tokens": [-1]}, {"tokens": []}, {"starts": []}, {"starts": [[2, "ab"]]}, {"starts": [[0]]},
+    [{"tokens": None}, {"tokens": [1, "a"]}, {"tokens": [-1]}, {"tokens": []},
+     {"starts": []}, {"starts": [[2, "ab"]]}, {"starts": [[0]]},
      {"starts": [[1, "x"]]}, {"starts": [[1, "ab"], [1, "ab"]]}, {"placeholder": None}, {"starts": [[-1, "ab"]]}],
     ids=json.dumps,
 )  # fmt: skip

@@ -68,7 +68,7 @@ def test_files_of_allowed_hosts_are_fetched_once_each(fetcher: ImageFetcher, res
         ("http://:p@a.example/1", "has a user or a password"),
         ("http://a.example:8080/1", "has the port 8080; it must be 80 or 443"),
         ("http://a.example:0/1", "has the port 0"),
-        ("http://a.example:x/1", "is invalid"),
+        ("http://a.example:" + "x" * 5000, "is invalid"),
         ("http://127.0.0.1/1", "has the host '127.0.0.1'"),
         ("http://[::ffff:127.0.0.1]/1", "has the host '::ffff:127.0.0.1'"),
         ("http://2130706433/1", "has the host '2130706433'"),
@@ -89,8 +89,9 @@ def test_files_of_allowed_hosts_are_fetched_once_each(fetcher: ImageFetcher, res
 def test_other_addresses_are_refused(
     fetcher: ImageFetcher, resolver: Resolver, site: Web, url: str, reason: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"of an image .*{re.escape(reason)}"):
+    with pytest.raises(RequestError, match=f"of an image .*{re.escape(reason)}") as error:
         fetcher.check(url)
+    assert len(str(error.value)) < 250
     assert (resolver.asked, site.hosts) == ([], [])
 
 
@@ -127,6 +128,7 @@ def test_a_redirect_is_checked_as_the_first_address_is(
         *((text, False) for text in ("fc00::1", "fd00:ec2::254", "fec0::1", "ff02::1", "2001:db8::1", "2001::1")),
         *((text, False) for text in ("::ffff:8.8.8.8", "::ffff:127.0.0.1", "::127.0.0.1", "2002:7f00:1::")),
         *((text, False) for text in ("64:ff9b::127.0.0.1", "64:ff9b::10.0.0.1", "64:ff9b:1::1", "3fff::1", "100::1")),
+        *((text, False) for text in ("168.63.129.16", "64:ff9b::168.63.129.16")),
     ],
 )
 def test_only_public_addresses_are_connected_to(site: Web, text: str, expected: bool) -> None:

@@ -117,6 +117,8 @@ def test_what_images_do_not_serve_is_refused(eyes: Serving) -> None:
         assert "image" in answer.error()["message"], own
     answer = eyes.post("/api/generate", model="", prompt="a", images=[DATA], raw=True)
     assert answer.status == 400
+    answer = eyes.post(CHAT, messages=asked(URL, "a " * 2000))
+    assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
 
 
 def test_an_address_of_an_allowed_host_is_fetched_by_every_protocol(eyes: Serving, site: Web) -> None:

@@ -427,6 +427,9 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
+MANY = png(Image.new("1", (8192, 2**11 + 1)))
+
+
 def test_images_are_chosen_pasted_dropped_and_removed(browser: Any, seeing: Serving) -> None:
     one, two, three = (png(image) for image in pictures(3))
     large = png(Image.effect_noise((2560, 400), 90))
@@ -472,8 +475,16 @@ def test_images_are_chosen_pasted_dropped_and_removed(browser: Any, seeing: Serv
         it.click("Regenerate", 1)
         it.ended()
         assert it.bodies[2] == it.bodies[1]
-        it.page.evaluate(GIVE, ["prompt", "paste", "image/png", base64.b64encode(one).decode()])
+        # A small file of many pixels, more than a server decodes.
+        it.page.evaluate(GIVE, ["prompt", "paste", "image/png", base64.b64encode(MANY).decode()])
         shown.first.wait_for()
+        assert shown.evaluate_all("all => all.map(one => one.naturalWidth)") == [2048]
+        # A message is not sent before its images are read.
+        it.page.fill("#prompt", "And this?")
+        give = f"({GIVE})({json.dumps(['prompt', 'paste', 'image/png', base64.b64encode(two).decode()])})"
+        it.page.evaluate(f"() => {{ {give}; $('ask').requestSubmit(); }}")
+        shown.nth(1).wait_for()
+        assert (len(it.bodies), it.page.input_value("#prompt")) == (3, "And this?")
         it.page.click("#clear")
         assert shown.count() == 0
 

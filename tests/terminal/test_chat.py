@@ -100,7 +100,7 @@ def test_images_go_with_the_next_message(tmp_path: Path, capsys: pytest.CaptureF
     chat.take(f"/image '{first}'")
     chat.take(f"/image {second}")
     with pytest.raises(QuireError, match=r"cannot be read: .*No such file"):
-        chat.take("/image ~/no/such/file.png")
+        chat.take(f"/image {second} ~/no/such/file.png")
     with pytest.raises(QuireError, match="is no path: No closing quotation"):
         chat.take("/image 'a")
     with pytest.raises(QuireError, match="is no regular file"):
@@ -203,8 +203,14 @@ def test_own_model_reads_images_as_llm_chat_does(tmp_path: Path) -> None:
         assert chat.messages[1]["content"] == output.outputs[0].text
         assert partner.usage is not None
         assert partner.usage.prompt_tokens == len(output.prompt_token_ids)
+        text = {"type": "text", "text": "a" * 480}
+        chat.messages = [{"role": "user", "content": [text]}, {"role": "assistant", "content": ""}]
+        chat.take(f"/image {path}")
+        chat.take("what is it")  # without the messages before it, which do not fit
+        assert chat.messages[1]["content"] == output.outputs[0].text
 
 
+@pytest.mark.slow
 def test_own_model_is_stopped_between_two_steps(llm: LLM) -> None:
     partner = OwnModel(llm, None, {"max_tokens": None})
     answer = partner.answer([{"role": "user", "content": "a stack"}])

@@ -16,7 +16,7 @@ from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.roster import Roster
 from quire.fleet.score import Candidate, Demand, PlacementChoice, choose, eligible, step_age, with_holders
 from quire.fleet.search import FleetSearch
-from quire.fleet.wire import Hello, read_matched
+from quire.fleet.wire import Hello, MatchCall, encoded_to_json, read_matched
 from quire.fleet.work import Work
 
 MATCH_TIMEOUT = 0.05  # s that a replica has to report its cached tokens
@@ -143,7 +143,9 @@ class Chooser:
         The index does not know enough about sliding windows and recurrent states. Candidates that have left the fleet
         meanwhile are dropped. Raises NoReplica if all have.
         """
-        call = work.call(0, samples, is_strict=False)
+        call = MatchCall(**vars(work.call(0, samples, is_strict=False)))
+        if (rows := work.requests[0].images) is not None:
+            call = replace(call, images=None, encoded=encoded_to_json(call.prompt, rows))
         read = partial(read_matched, len(work.tokens(samples)))
 
         async def ask(one: Candidate) -> Candidate:

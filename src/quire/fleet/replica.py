@@ -39,16 +39,20 @@ from quire.fleet.wire import (
     PROTOCOL,
     Call,
     EncodeCall,
+    EncodedPrompt,
     Hello,
     Images,
+    MatchCall,
     SearchCall,
     WireError,
     dumps,
+    encoded_to_json,
     loads,
     read,
     wire_digest,
 )
 from quire.frontend.disk_cache import block_memory, prefetch_of
+from quire.frontend.images import image_rows
 from quire.frontend.jobs import EngineStep
 from quire.frontend.llm import LLM
 from quire.frontend.metrics import Metrics
@@ -60,7 +64,7 @@ from quire.request import ImageRows, Task
 from quire.sandbox.grammar import Spec
 from quire.server.api.local_engine_client import LocalEngineClient
 from quire.server.api.service import Service
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import ApiError, bad_messages
 from quire.server.http.sse import EventStream, JsonBody
 
 log = logging.getLogger("quire.fleet")
@@ -214,7 +218,7 @@ class Replica:
 
     async def _match(self, request: HttpRequest) -> Response:
         """Report the number of cached tokens of a prompt, for models where the index of one group does not show it."""
-        _, call = await self._called(request, Call)
+        _, call = await self._called(request, MatchCall)
         [one] = [requests[0] for _, requests in await self._made(request, replace(call, grammar=None))]
 
         def look() -> dict[str, int]:
@@ -230,15 +234,14 @@ class Replica:
         """Report the tokens of a prompt with images, and the digests of the images."""
         _, call = await self._called(request, EncodeCall)
         tokens, rows = await self._encoded(request, call.images)
-        starts = [(at, digest.hex()) for at, digest in rows.starts]
-        return JsonBody({"tokens": tokens, "placeholder": rows.placeholder, "starts": starts})
+        return JsonBody(encoded_to_json(tokens, rows))
 
     async def _encoded(self, request: HttpRequest, images: Images) -> tuple[list[int], ImageRows]:
         """Return the tokens of a prompt with images, and its rows. Raises ApiError."""
         try:
             found = await self._service.encode_images(request, images.text, images.urls)
         except RequestError as error:
-            raise ApiError(str(error), param="messages") from error
+            raise bad_messages(error) from error
         if found.images is None:
             raise ApiError("images has no image; it must have one", code="bad_message")
         return found.tokens, found.images
@@ -288,6 +291,8 @@ class Replica:
                 message = f"the images give {len(tokens)} tokens here, not the {len(call.prompt)} of the call"
                 raise ApiError(message, HTTPStatus.CONFLICT, code="other_tokens")
             prompt = prompt._replace(images=rows)
+        elif isinstance(call, MatchCall) and isinstance(call.encoded, EncodedPrompt):
+            prompt = TokenizedPrompt(None, call.encoded.tokens, images=image_rows(*call.encoded))
         options = RequestOptions(call.priority, call.salt, call.lora, call.retention)
         if call.task is Task.EMBED:
             return [factory.embedding(name, prompt, options)]

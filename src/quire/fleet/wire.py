@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from quire.errors import QuireError, RequestError, check_integer
 from quire.models.pooling_config import PoolingConfig
-from quire.request import FinishReason, Holder, Retention, SamplingParams, Task
+from quire.request import FinishReason, Holder, ImageRows, Retention, SamplingParams, Task
 
 PROTOCOL = 5  # both ends must have the same version
 BEAT = 0.25  # s, the longest time between two lines of a replica
@@ -123,6 +123,13 @@ def _images(found: Any) -> Images:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MatchCall(Call):
+    """A prompt whose blocks are looked up, for which no image needs to be read."""
+
+    encoded: EncodedPrompt | dict[str, Any] | None = None  # in place of images; when sent, see `encoded_to_json`
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncodeCall:
     """A prompt with images whose tokens are wanted."""
 
@@ -137,10 +144,16 @@ class EncodedPrompt(NamedTuple):
     starts: list[tuple[int, bytes]]  # see ImageRows
 
 
+def encoded_to_json(tokens: list[int], rows: ImageRows) -> dict[str, Any]:
+    """Return the tokens of a prompt with images in the form that `read_encoded` reads."""
+    starts = [(at, digest.hex()) for at, digest in rows.starts]
+    return {"tokens": tokens, "placeholder": rows.placeholder, "starts": starts}
+
+
 def read_encoded(answer: Mapping[str, Any]) -> EncodedPrompt:
-    """Return the tokens that a replica reports. Raises WireError for invalid ones."""
+    """Return the tokens of a prompt with images from JSON. Raises WireError for invalid ones."""
     try:
-        found = EncodedPrompt(answer["tokens"], answer["placeholder"], [])
+        found = EncodedPrompt([*answer["tokens"]], answer["placeholder"], [])
         found.starts.extend((at, bytes.fromhex(digest)) for at, digest in answer["starts"])
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"a prompt with images is {shown(answer)}; it must have tokens and starts of images") from error
@@ -193,6 +206,7 @@ MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "holder": _holder,
         "retention": _retention,
         "images": _images,
+        "encoded": read_encoded,
     }
 )
 

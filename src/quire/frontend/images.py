@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.errors import MissingPackage, ModelError, RequestError, check_installed
+from quire.errors import MissingPackage, ModelError, PromptTooLong, RequestError, check_installed
 from quire.models.images import EncodedImage, ImageEncoder
 from quire.request import ImageRows, ImageTurns
 from quire.sandbox.images import MAX_PIXELS, ImageDecoder, read_file
@@ -59,6 +59,7 @@ class PromptImages:
 
         Raises:
             RequestError: an image is invalid, or the number of marks differs from that of images.
+            PromptTooLong: the prompt does not fit the model.
         """
         check_count(len(sources))
         try:
@@ -73,7 +74,7 @@ class PromptImages:
                     raise RequestError(f"this model's images cannot be read: {error}") from error
             tokens, both_ways = self._encoder.tokenize(text, images), self._encoder.both_ways
             if len(tokens) > self._longest:
-                raise RequestError(
+                raise PromptTooLong(
                     f"the prompt has {len(tokens)} tokens with its images; it must have at most {self._longest}",
                     "prompt",
                 )

@@ -174,12 +174,13 @@ class Chat:
             paths = [Path(word).expanduser() for word in words]
         except (OSError, ValueError, RuntimeError) as error:
             raise QuireError(f"{text[:80]!r} is no path: {error}; quote it as in a shell") from error
-        for path in paths:
-            kind = mimetypes.guess_type(path.name)[0] or "image/png"
-            url = f"data:{kind};base64,{b64encode(read_file(path)).decode()}"
-            self.images.append({"type": "image_url", "image_url": {"url": url}})
-        if not paths:
-            self.images.clear()
+        urls = [
+            f"data:{mimetypes.guess_type(path.name)[0] or 'image/png'};base64,{b64encode(read_file(path)).decode()}"
+            for path in paths
+        ]
+        self.images = (
+            [*self.images, *({"type": "image_url", "image_url": {"url": url}} for url in urls)] if urls else []
+        )
         self.note(f"The next message has {len(self.images) or 'no'} image{'' if len(self.images) == 1 else 's'}.")
 
     def _clear(self, _: str) -> None:

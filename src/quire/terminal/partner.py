@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.config import EMBEDDED_NAME
-from quire.errors import QuireError
+from quire.errors import PromptTooLong, QuireError
 from quire.terminal.client import Client, Refused
 
 if TYPE_CHECKING:
@@ -132,7 +132,10 @@ class OwnModel:
             prompt = self._tokenizer.encode(text, add_special_tokens=False)
         if images:
             prompt = {"prompt": text, "multi_modal_data": {"image": images}}
-        usage.prompt_tokens = len(self._llm.factory.tokenize(prompt).tokens)
+        try:
+            usage.prompt_tokens = len(self._llm.factory.tokenize(prompt).tokens)
+        except PromptTooLong as error:
+            raise TooLong(str(error)) from error
         self._check_room(usage.prompt_tokens, len(messages))
         parser = self._parser(text)
         shown = 0

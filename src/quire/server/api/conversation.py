@@ -12,7 +12,7 @@ from quire.errors import RequestError
 from quire.frontend.chat_tokenizer import plain_call, plain_tool
 from quire.frontend.request_factory import TokenizedPrompt
 from quire.server.api.service import Service
-from quire.server.http.api_error import ApiError, shown
+from quire.server.http.api_error import ApiError, bad_messages, shown
 from quire.server.protocol.chat import Message, Rendering
 
 
@@ -56,7 +56,7 @@ async def conversation(
             return await service.encode_images(request, text, urls)
         return await service.encode(request, text, add_special_tokens=False)  # the template has written them
     except RequestError as error:
-        raise ApiError(str(error), param="messages") from error
+        raise bad_messages(error) from error
 
 
 def _images(service: Service, messages: Sequence[Message]) -> list[str]:

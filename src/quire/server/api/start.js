@@ -28,7 +28,7 @@ $("options").addEventListener("submit", event => event.preventDefault());
 $("ask").addEventListener("submit", event => {
   event.preventDefault();
   const text = isChat ? $("prompt").value.trim() : $("prompt").value;
-  if (!text && !images.length || asking) return;
+  if (!text && !images.length || asking || reading) return;  // a message is sent with its images
   $("prompt").value = "";
   ask(text, takeImages());
 });

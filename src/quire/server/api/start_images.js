@@ -3,29 +3,35 @@
 
 const readsImages = Boolean(document.body.dataset.images);
 const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // those that a server decodes
-const MAX_FILE = 700_000, MAX_SIDE = 2048;  // bytes and pixels above which an image is made smaller, as a body has a limit
+const MAX_FILE = 700_000, MAX_PIXELS = 2 ** 24;  // above which an image is made smaller: a body has a limit, and an image
+const MAX_SIDE = 2048;           // pixels of a smaller image
 let images = [];                 // {name, url}: data URLs
+let reading = 0;                 // calls of addImages that have not ended
 
 /** Returns the data URL of a file: of its bytes, or of a smaller JPEG if it has many. Throws if it is no image. */
 async function dataUrl(file) {
   const bitmap = await createImageBitmap(file), scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
-  if (file.size <= MAX_FILE) {
+  if (file.size <= MAX_FILE && bitmap.width * bitmap.height <= MAX_PIXELS) {
+    bitmap.close();
     return new Promise((done, failed) => { const reader = new FileReader(); reader.onload = () => done(reader.result); reader.onerror = failed; reader.readAsDataURL(file); });
   }
   const canvas = make("canvas", { width: Math.max(1, scale * bitmap.width), height: Math.max(1, scale * bitmap.height) }), paper = canvas.getContext("2d");
   paper.fillStyle = "white";
   paper.fillRect(0, 0, canvas.width, canvas.height);
   paper.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  bitmap.close();
   return canvas.toDataURL("image/jpeg", 0.9);
 }
 async function addImages(files) {
   const refused = [];
+  reading++;
   for (const file of files) {
     try {
       if (!TYPES.includes(file.type)) throw new TypeError(file.type);
       images.push({ name: file.name, url: await dataUrl(file) });
     } catch { refused.push(file.name); }
   }
+  reading--;
   put($("refused"), refused.length ? `${refused.join(", ")}: an image is a PNG, JPEG, WebP, GIF or BMP file.` : "");
   drawImages();
   $("prompt").focus();

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from quire.errors import EngineAsleep, EngineStopped, QuireError, RequestError
+from quire.errors import EngineAsleep, EngineStopped, PromptTooLong, QuireError, RequestError
 
 # OpenAI's types of errors by status. Other statuses are "invalid_request_error" below 500 and "server_error" above.
 KINDS = {
@@ -174,6 +174,12 @@ def internal_error(error: Exception) -> ApiError:
     """Return the error for a failure that no request has caused."""
     message = f"an error of the server's own: {type(error).__name__}"
     return ApiError(message, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error")
+
+
+def bad_messages(error: RequestError) -> ApiError:
+    """Return the error for a conversation that gives no prompt."""
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return ApiError(str(error), param="messages", code=code)
 
 
 def request_failed(why: str, grammar: str | None = None) -> ApiError:

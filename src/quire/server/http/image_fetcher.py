@@ -34,8 +34,12 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 CHUNK = 2**16  # bytes
 UNICAST = IPv6Network("2000::/3")  # all that is assigned
 TRANSLATED = IPv6Network("64:ff9b::/96")  # addresses of IPv4, on a network of IPv6 alone (RFC 6052)
-# Networks that some versions of Python count as global: protocols, relays of 6to4, Teredo, documentation.
-SPECIAL = [ip_network(text) for text in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")]
+# Networks that some versions of Python count as global: protocols, relays of 6to4, Teredo, documentation. And the
+# address at which Azure gives each of its machines that machine's own data.
+SPECIAL = [
+    ip_network(text)
+    for text in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20", "168.63.129.16/32")
+]
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": f"quire/{__version__}"}
 
 
@@ -60,7 +64,7 @@ class ImageFetcher:
             host = (found.hostname or "").removesuffix(".")
             port = {"http": 80, "https": 443}.get(found.scheme) if found.port is None else found.port
         except ValueError as error:
-            raise _refused(url, f"is invalid: {error}") from error
+            raise _refused(url, f"is invalid: {str(error)[:80]}") from error
         if found.scheme not in ("http", "https"):
             raise _refused(url, "must begin with data:, http:// or https://")
         if "@" in found.netloc:
