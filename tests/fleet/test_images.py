@@ -65,12 +65,14 @@ def test_a_gateway_answers_as_a_server_does_and_finds_the_blocks(front: Front, t
         assert found.json()["usage"]["prompt_tokens"] == expected.json()["usage"]["prompt_tokens"]
     start = "It is a picture. " * 12
     [other] = pictures(1, seed=9)
-    for end in ("a", "b", "c"):
+    for end in "abcdefgh":  # a replica may answer too late that it has the blocks
         body = asked(end, url_of(other))
         body["messages"][0]["content"].insert(0, {"type": "text", "text": start})
         usage = front.ask("POST", CHAT, body).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.9 * usage["prompt_tokens"]
-    best = front.gateway.fleet.placements[-1].choice.best  # type: ignore[union-attr]
+        best = front.gateway.fleet.placements[-1].choice.best  # type: ignore[union-attr]
+        if usage["prompt_tokens_details"]["cached_tokens"] >= 0.9 * usage["prompt_tokens"]:
+            break
+    assert end != "h", usage
     assert best.uncached_tokens <= 16, "the gateway knew of the blocks with the image's rows"
 
 

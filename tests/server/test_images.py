@@ -90,6 +90,7 @@ def test_every_protocol_answers_as_llm_does(eyes: Serving, checkpoint: Path) -> 
     answer = eyes.post("/api/chat", messages=[message], **shared).json()
     assert text.startswith(answer["message"]["content"])
     assert answer["prompt_eval_count"] == count
+    assert eyes.get("/props").json()["modalities"]["vision"]
     answer = eyes.post("/api/generate", prompt="What is it?", images=[DATA], **shared).json()
     assert text.startswith(answer["response"])
     assert answer["prompt_eval_count"] == count

@@ -122,7 +122,7 @@ def properties(service: Service) -> Properties:
         "chat_template": "" if model.template is None else model.template.source,
         "bos_token": special["bos_token"] or "",
         "eos_token": special["eos_token"] or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": service.why_no_images() is None, "audio": False},
         "build_info": f"quire {__version__}",
         "is_sleeping": service.engine_client.is_sleeping,
     }
