@@ -14,18 +14,21 @@ import pytest
 import torch
 
 from quire.cache.storage import bytes_per_block
+from quire.config import engine_config
 from quire.engine import engine as engine_module
 from quire.engine.engine import DRAFT_SHARE, Engine, groups_of
 from quire.engine.graphs import bucket_sizes
 from quire.engine.model_drafter import ModelDrafter
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
+from quire.fingerprint.components import named_parts
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.eagle import LAYERS
+from quire.models.files import files_of
 from quire.models.sharding import Shard, check_shards
-from quire.ops import native
+from quire.ops import load, native
 from quire.ops.collectives import Communicator, SharedEmbedding, own_share, shares
 from quire.ops.weights.linear import PlainEmbedding
 from quire.parallel import worker
@@ -264,6 +267,17 @@ def test_blocks_of_all_ranks_fill_the_memory(size: int) -> None:
     options = {"num_blocks": None, "kv_cache_memory": "4MiB", "num_speculative_tokens": 3, "draft": "head"}
     num_blocks, block_bytes = on_ranks(EMBEDDED, size, held, **options)
     assert num_blocks == 2**22 // block_bytes
+
+
+def test_a_head_has_a_part_in_the_fingerprint_of_any_number_of_ranks() -> None:
+    def groups(engine: Engine) -> str:
+        assert isinstance(engine.runner, Runner)
+        model, config = engine.runner.model, engine_config()
+        return named_parts(model, files_of(EMBEDDED), load("cpu"), config)["cache groups"]
+
+    with_head = {"num_speculative_tokens": 3, "draft": "head"}
+    assert on_ranks(EMBEDDED, 2, groups, **with_head) == on_ranks(EMBEDDED, 1, groups, **with_head)
+    assert on_ranks(EMBEDDED, 1, groups) == on_ranks(EMBEDDED, 2, groups) != on_ranks(EMBEDDED, 2, groups, **with_head)
 
 
 def test_a_draft_model_takes_a_part_of_what_all_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
