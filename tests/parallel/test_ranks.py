@@ -13,17 +13,22 @@ from typing import Any, cast
 import pytest
 import torch
 
+from quire.cache.storage import bytes_per_block
+from quire.config import engine_config
 from quire.engine import engine as engine_module
-from quire.engine.engine import Engine
+from quire.engine.engine import DRAFT_SHARE, Engine, groups_of
 from quire.engine.graphs import bucket_sizes
+from quire.engine.model_drafter import ModelDrafter
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
+from quire.fingerprint.components import named_parts
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.eagle import LAYERS
+from quire.models.files import files_of
 from quire.models.sharding import Shard, check_shards
-from quire.ops import native
+from quire.ops import load, native
 from quire.ops.collectives import Communicator, SharedEmbedding, own_share, shares
 from quire.ops.weights.linear import PlainEmbedding
 from quire.parallel import worker
@@ -247,6 +252,50 @@ def test_a_rank_holds_its_part_of_an_embedding_alone(tmp_path: Path) -> None:
         return model.embedding.part.weight.untyped_storage().nbytes()
 
     assert on_ranks(tmp_path, 2, held) == 49 * 48 * 4  # of 97 rows
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_of_all_ranks_fill_the_memory(size: int) -> None:
+    """Only the first rank's have a layer of the head."""
+
+    def held(engine: Engine) -> tuple[int, int]:
+        assert isinstance(engine.runner, Runner)
+        model = engine.runner.model
+        first, others = (bytes_per_block(groups, 16, model.dtype) for groups in (groups_of(model), model.config.groups))
+        return engine.scheduler.manager.num_blocks, first + (size - 1) * others
+
+    options = {"num_blocks": None, "kv_cache_memory": "4MiB", "num_speculative_tokens": 3, "draft": "head"}
+    num_blocks, block_bytes = on_ranks(EMBEDDED, size, held, **options)
+    assert num_blocks == 2**22 // block_bytes
+
+
+def test_a_head_has_a_part_in_the_fingerprint_of_any_number_of_ranks() -> None:
+    def groups(engine: Engine) -> str:
+        assert isinstance(engine.runner, Runner)
+        model, config = engine.runner.model, engine_config()
+        return named_parts(model, files_of(EMBEDDED), load("cpu"), config)["cache groups"]
+
+    with_head = {"num_speculative_tokens": 3, "draft": "head"}
+    assert on_ranks(EMBEDDED, 2, groups, **with_head) == on_ranks(EMBEDDED, 1, groups, **with_head)
+    assert on_ranks(EMBEDDED, 1, groups) == on_ranks(EMBEDDED, 2, groups) != on_ranks(EMBEDDED, 2, groups, **with_head)
+
+
+def test_a_draft_model_takes_a_part_of_what_all_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank may have loaded its weights before the others."""
+    free = 2**27
+    monkeypatch.setattr(engine_module, "free_memory", lambda *_: 100 * free)
+    monkeypatch.setattr(worker, "free_memory", lambda *_: free)
+
+    def held(engine: Engine) -> tuple[int, int]:
+        assert engine.scheduler.speculation is not None
+        [drafter] = engine.scheduler.speculation.drafters
+        assert isinstance(drafter, ModelDrafter)
+        model = drafter.runner.model
+        return drafter.manager.num_blocks, bytes_per_block(groups_of(model), 16, model.dtype)
+
+    options = {"num_blocks": None, "kv_cache_memory": "4MiB", "draft": "model", "draft_model": str(EMBEDDED)}
+    num_blocks, block_bytes = on_ranks(EMBEDDED, 2, held, num_speculative_tokens=3, **OPTIONS, **options)
+    assert num_blocks == free // DRAFT_SHARE // block_bytes
 
 
 # ------------------------------------------------------------------------------------------------------------ shares

@@ -392,9 +392,11 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
     if cache_config.kv_cache_dtype != "auto":  # checked before memory is allocated; a plan would report it afterwards
         for spec in specs:
             check_supported(spec, backend.name, backend.limits)
-    each = bytes_per_block(groups, block_size, kv_dtype), *bytes_of_states(groups, model.dtype)
     ranks = 1 if model.exchange is None else model.exchange.size_here  # ranks that share this device's memory
-    sizes = BlockBytes(*(ranks * size for size in each))
+    # The ranks other than this one have no draft head.
+    here, others = (bytes_per_block(of, block_size, kv_dtype) for of in (groups, decoder.groups))
+    states = (ranks * size for size in bytes_of_states(groups, model.dtype))
+    sizes = BlockBytes(here + (ranks - 1) * others, *states)
     growth = config.most_tokens
     a_sequence = max((group.most(model.max_model_len, growth, block_size) for group in attention), default=0)
     device = torch.device(config.device)
@@ -409,12 +411,12 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig, draft: Mo
         torch.cuda.empty_cache()  # temporaries of loading
         reserve += FIXED_RESERVE
     free = free_memory(config.device)
+    if model.exchange is not None and free is not None:  # after all ranks have loaded their weights
+        free = ranks * least(model.exchange, free // ranks)
     drafter = None
     if draft is not None:
         drafter, taken = _model_drafter(draft, decoder.vocab_size, backend, config, free)
         reserve += taken
-    if model.exchange is not None and free is not None:  # after all ranks have loaded their weights
-        free = ranks * least(model.exchange, free // ranks)
     try:
         num_blocks, state_pools = choose_pools(
             cache_config,

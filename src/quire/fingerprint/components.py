@@ -48,9 +48,7 @@ def named_parts(model: Model, files: Files, backend: Backend, config: EngineConf
     Raises ModelError if files can no longer be read.
     """
     is_own = isinstance(model, Decoder)
-    # Of several ranks, only rank 0 has the head.
-    head = model.draft_head if model.exchange is None else None
-    groups = model.whole.groups if head is None else head.groups
+    groups = model.whole.groups if model.draft_head is None else model.draft_head.whole_groups
     return {
         "weights": weights_digest(files),
         "config": short_digest(json.dumps(files.config(), sort_keys=True).encode()),

@@ -51,6 +51,7 @@ class DraftHead:
         self._lm_head = linears.head(matrix(weights["lm_head"]), bias)
         # The cache groups of the model and its head, and the plans of these that each of them uses.
         self.groups, self._plans = joined_groups(model.config, config)
+        self.whole_groups, _ = joined_groups(model.whole, config)
         self._only_own = len(self.groups) - len(model.config.groups)  # groups that the model has no layer in
         self._num_attention = sum(isinstance(group, CacheGroup) for group in model.config.groups)
         self._chain: Chain | None = None

@@ -104,7 +104,11 @@ class Head(Protocol):
 
     @property
     def groups(self) -> tuple[AnyGroup, ...]:
-        """The cache groups of the model's layers and then of these."""
+        """The cache groups of the model's layers, or of this rank's part of them, and then of these."""
+
+    @property
+    def whole_groups(self) -> tuple[AnyGroup, ...]:
+        """The cache groups of the whole model's layers and then of these."""
 
     @property
     def plans(self) -> Sequence[int]:

@@ -47,7 +47,9 @@ def follow(group: ProcessGroup, files: Files, config: EngineConfig, backend: Bac
 
 def agree_on_model(group: ProcessGroup, model: Model, files: Files, config: EngineConfig, backend: Backend) -> None:
     """Raise ConfigError unless all ranks have loaded shards of the same model that give the same bits."""
-    group.agree("fingerprint", model_parts(model, files, backend, config), LOAD_WITHIN)
+    parts = model_parts(model, files, backend, config)
+    parts.pop("cache groups", None)  # among them those of a draft head, which rank 0 has alone
+    group.agree("fingerprint", parts, LOAD_WITHIN)
 
 
 def follower(files: Files, config: EngineConfig, backend: Backend, exchange: Communicator) -> FollowingRunner:
