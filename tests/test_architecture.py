@@ -73,25 +73,25 @@ SHAPED = (
 # smaller; raise one only for a feature that is worth it. A directory `vendor` has unchanged files of others, which are
 # maintained there, so their lines do not count.
 MOST_LINES = {
-    "cache": 3_920,
+    "cache": 3_945,
     "cli": 2_200,
-    "engine": 7_085,
+    "engine": 7_175,
     "diff": 1_170,
     "fingerprint": 715,
-    "fleet": 5_910,
-    "frontend": 6_160,
+    "fleet": 6_080,
+    "frontend": 6_205,
     "integrations": 910,
-    "models": 16_540,
-    "ops": 25_390,
-    "parallel": 580,
+    "models": 17_450,
+    "ops": 25_615,
+    "parallel": 585,
     "ray": 415,
     "router": 625,
-    "sandbox": 1_390,
-    "server": 19_180,
+    "sandbox": 1_410,
+    "server": 19_575,
     "lora": 45,
     "simulate": 4_250,
-    "terminal": 1_260,
-    "modules": 1_825,  # those that are in no package
+    "terminal": 1_295,
+    "modules": 1_875,  # those that are in no package
 }
 
 
