@@ -168,7 +168,9 @@ def test_a_gpu_gets_the_product_that_was_asked_for(monkeypatch: pytest.MonkeyPat
     backend = importlib.import_module("quire.ops.triton").BACKEND
     tried: list[str] = []
 
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: object) -> torch.Tensor:
+    def product(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: object, *_: object
+    ) -> torch.Tensor:
         tried.append("few" if tile in (ours.FEW_ROWS, ours.FEW_ON_HOPPER) else "many")
         return torch.nn.functional.linear(x, weight, bias)
 
