@@ -33,6 +33,11 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
 }  # fmt: skip
+FALCON_H1 = {
+    "attention_in_multiplier": 0.7, "attention_out_multiplier": 1.3, "key_multiplier": 0.6, "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8], "mlp_multipliers": [0.9, 1.4],
+    "embedding_multiplier": 2.5, "lm_head_multiplier": 0.5, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied, biases, derived head": (
@@ -72,6 +77,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe, shared": ("GraniteMoeShared", {}),
     "granitehybrid": ("GraniteMoeHybrid", {}),
     "granitehybrid, experts": ("GraniteMoeHybrid", {"num_local_experts": 4, "mamba_n_groups": 2}),
+    "falcon-h1": ("FalconH1", {}),
+    "falcon-h1, scaled": ("FalconH1", FALCON_H1),
     "deepseek2": ("DeepseekV2", {}),
     "deepseek2, one projection of q, yarn": ("DeepseekV2", {"q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek2, V3": ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
@@ -86,7 +93,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 # Whose frequencies or decays come out of numbers that were rounded to fp32.
-NEARLY = ("llama3", "qwen35", "granitehybrid", "granitehybrid, experts")
+NEARLY = (
+    "llama3",
+    "qwen35",
+    "granitehybrid",
+    "granitehybrid, experts",
+    "falcon-h1",
+    "falcon-h1, scaled",
+)
 
 
 def logits(model: Path, max_tokens: int = 1, **options: Any) -> torch.Tensor:
@@ -134,6 +148,7 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"intermediate_size": 96, "block_auto_adjust_ff_dim": False}),
     "qwen3next": ("Qwen3Next", WIDE | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 64}),
     "granitehybrid": ("GraniteMoeHybrid", {"shared_intermediate_size": 64}),
+    "falcon-h1": ("FalconH1", {"intermediate_size": 96}),
     "deepseek2": ("DeepseekV2", WIDE | EXPERTS | {"qk_nope_head_dim": 32, "q_lora_rank": 64, "num_key_value_heads": 4}),
     "gemma4": ("Gemma4", WIDE | {
         "head_dim": 16, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2,

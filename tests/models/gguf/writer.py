@@ -27,7 +27,7 @@ ARCHITECTURES = {
     "Qwen3_5": "qwen35", "Lfm2": "lfm2", "GptOss": "gpt-oss", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next",
     "Lfm2Moe": "lfm2moe", "GraniteMoe": "granitemoe", "GraniteMoeShared": "granitemoe",
     "GraniteMoeHybrid": "granitehybrid", "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Gemma4": "gemma4",
-    "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe",
+    "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe", "FalconH1": "falcon-h1",
 }  # fmt: skip
 GRANITES = ("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid")
 PAIRS = ("Llama", "Mistral", "Mixtral", "SmolLM3", *GRANITES)  # whose q and k are turned in pairs of neighbours
@@ -197,6 +197,11 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
         found |= {"rope.scaling.finetuned": False, "context_length": 2**20}
         if not config["num_local_experts"]:
             found["feed_forward_length"] = config["shared_intermediate_size"]
+    if kind == "FalconH1":
+        found |= {f"ssm.{theirs}": config[f"mamba_{ours}"] for theirs, ours in SPACE.items()}
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        found |= {"ssm.inner_size": config["mamba_d_ssm"], "vocab_size": config["vocab_size"]}
+        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if kind == "Gemma2":
         found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
         found |= {"attention.sliding_window": config["sliding_window"]}
@@ -410,19 +415,35 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
         return tensor.float() + 1
     if kind in DELTAS and (".linear_attn." in name or name.endswith("norm.weight")):
         return _delta(name, tensor, config, 1 if kind == "Qwen3Next" else config["linear_num_key_heads"])
-    if kind == "GraniteMoeHybrid" and name.endswith("conv1d.weight"):
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return tensor.squeeze(1)
-    if kind == "GraniteMoeHybrid" and ".mamba." in name and tensor.dim() == 1:
-        if name.endswith("norm.weight"):
+    if ".mamba." in name and tensor.dim() == 1:
+        if name.endswith("mamba.norm.weight"):
             return tensor.view(config["mamba_n_groups"], -1)
-        return (
-            (-tensor.exp() if name.endswith("A_log") else tensor)[:, None] if name.endswith(("A_log", "D")) else tensor
-        )
-    if name.endswith("conv.conv.weight"):
-        return tensor.squeeze(1)
+        tensor = -tensor.exp() if name.endswith("A_log") else tensor
+        return tensor[:, None] if name.endswith(("A_log", "D")) else tensor
+    if kind == "FalconH1":
+        return tensor * _multiplier(name, config)
     if kind == "GPT2" and re.search(r"c_(attn|proj|fc)\.weight", name):
         return tensor.T
     return tensor
+
+
+def _multiplier(name: str, config: Mapping[str, Any]) -> torch.Tensor | float:
+    """By what the converter multiplies a weight of Falcon-H1."""
+    into = config["attention_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1], "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * into, "q_proj": into, "v_proj": into,
+        "o_proj": config["attention_out_multiplier"], "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    if name.endswith("in_proj.weight"):
+        inner, part = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = torch.tensor([inner, inner, part, part, config["mamba_n_heads"]])
+        scales = torch.tensor(config["ssm_multipliers"]) * config["ssm_in_multiplier"]
+        return scales.repeat_interleave(sizes)[:, None]
+    return float(factors.get(name.split(".")[-2], 1.0))
 
 
 def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any], keys: int) -> torch.Tensor:

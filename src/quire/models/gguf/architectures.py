@@ -16,6 +16,7 @@ from quire.models.gguf.names import (
     CORRECTED_EXPERTS,
     ENDS,
     EXPERTS,
+    FEED_FORWARD,
     GATED_DELTA,
     GEMMA4,
     GEMMA_NORMS,
@@ -175,18 +176,39 @@ def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
     shared = metadata.get("expert_shared_feed_forward_length", config["intermediate_size"])
     has_rope = metadata.get("rope.scaling.finetuned", True)
     return _attention_bias(metadata, config) | {
+        **_mamba_sizes(metadata),
         "layer_types": ["attention" if count else "mamba" for count in counts],
         "num_local_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.count("expert_used_count"),
         "shared_intermediate_size": shared,
         "position_embedding_type": "rope" if has_rope else "nope",
+        "mamba_expand": inner // hidden_size,
+    }
+
+
+def _mamba_sizes(metadata: Metadata) -> dict[str, Any]:
+    return {
         "mamba_n_heads": metadata.integer("ssm.time_step_rank"),
         "mamba_n_groups": metadata.integer("ssm.group_count"),
         "mamba_d_state": metadata.integer("ssm.state_size"),
         "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
-        "mamba_expand": inner // hidden_size,
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in metadata.file.tensors),
-        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in metadata.file.tensors),
+        "mamba_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _in_any_layer(metadata, "ssm_in.bias"),
+    }
+
+
+def _in_any_layer(metadata: Metadata, tensor: str) -> bool:
+    return any(name.endswith(f".{tensor}") for name in metadata.file.tensors)
+
+
+def _falcon_h1(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes. The multipliers are 1, since the file's weights contain them."""
+    return _llama(metadata, config) | {
+        **_mamba_sizes(metadata),
+        "mamba_d_ssm": metadata.integer("ssm.inner_size"),
+        "mamba_rms_norm": _in_any_layer(metadata, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,  # llama.cpp applies the gate first
+        "projectors_bias": _in_any_layer(metadata, "ssm_in.bias"),
     }
 
 
@@ -512,6 +534,13 @@ ARCHITECTURES = {
         keys=SCALES,
         more=_granite_hybrid,
         pairs=True,
+    ),
+    "falcon-h1": Architecture(
+        name="FalconH1ForCausalLM",
+        model_type="falcon_h1",
+        layer=ATTENTION | STATE_SPACE | FEED_FORWARD | {"ffn_norm": "pre_ff_layernorm.weight"},  # without .weight
+        ends=ENDS | {"output_norm": "model.final_layernorm"},
+        more=_falcon_h1,
     ),
     "olmo2": Architecture(
         name="Olmo2ForCausalLM",
