@@ -38,6 +38,7 @@ FALCON_H1 = {
     "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8], "mlp_multipliers": [0.9, 1.4],
     "embedding_multiplier": 2.5, "lm_head_multiplier": 0.5, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
 }  # fmt: skip
+NEMOTRON_H = ["linear_attention", "mlp", "full_attention", "linear_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied, biases, derived head": (
@@ -79,6 +80,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitehybrid, experts": ("GraniteMoeHybrid", {"num_local_experts": 4, "mamba_n_groups": 2}),
     "falcon-h1": ("FalconH1", {}),
     "falcon-h1, scaled": ("FalconH1", FALCON_H1),
+    "nemotron_h": ("NemotronH", {"layers_block_type": [*NEMOTRON_H, "mlp"]}),
+    "nemotron_h_moe": ("NemotronH", {"layers_block_type": [*NEMOTRON_H[2:], "moe"], "routed_scaling_factor": 2.5}),
     "deepseek2": ("DeepseekV2", {}),
     "deepseek2, one projection of q, yarn": ("DeepseekV2", {"q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek2, V3": ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
@@ -100,6 +103,8 @@ NEARLY = (
     "granitehybrid, experts",
     "falcon-h1",
     "falcon-h1, scaled",
+    "nemotron_h",
+    "nemotron_h_moe",
 )
 
 
@@ -149,6 +154,10 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next": ("Qwen3Next", WIDE | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 64}),
     "granitehybrid": ("GraniteMoeHybrid", {"shared_intermediate_size": 64}),
     "falcon-h1": ("FalconH1", {"intermediate_size": 96}),
+    "nemotron_h_moe": ("NemotronH", WIDE | EXPERTS | {
+        "mamba_head_dim": 16, "head_dim": 16, "layers_block_type": [*NEMOTRON_H[2:], "moe"],
+        "moe_shared_expert_intermediate_size": 64,
+    }),
     "deepseek2": ("DeepseekV2", WIDE | EXPERTS | {"qk_nope_head_dim": 32, "q_lora_rank": 64, "num_key_value_heads": 4}),
     "gemma4": ("Gemma4", WIDE | {
         "head_dim": 16, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2,
@@ -187,11 +196,12 @@ def test_mxfp4_where_columns_are_in_another_order(tmp_path: Path) -> None:
         engine(tmp_path / "model.gguf", max_model_len=64)
 
 
+HOSTILE_MODELS = ["granitehybrid", "nemotron_h", "deepseek2, one projection of q, yarn", "gemma4, shared keys"]
 HOSTILE: list[Any] = [0, 2**31, "x", True, -1.5, float("nan"), [1, 2, 3], ["a"], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["granitehybrid", "deepseek2, one projection of q, yarn", "gemma4, shared keys"])
+@pytest.mark.parametrize("name", HOSTILE_MODELS)
 def test_metadata_of_another_value_or_type(tmp_path: Path, name: str, long: bool) -> None:
     """Of each key in turn: the file is read, or refused by a sentence."""
     kind, changes = MODELS[name]

@@ -28,12 +28,14 @@ ARCHITECTURES = {
     "Lfm2Moe": "lfm2moe", "GraniteMoe": "granitemoe", "GraniteMoeShared": "granitemoe",
     "GraniteMoeHybrid": "granitehybrid", "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Gemma4": "gemma4",
     "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe", "FalconH1": "falcon-h1",
+    "NemotronH": "nemotron_h",
 }  # fmt: skip
 GRANITES = ("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid")
 PAIRS = ("Llama", "Mistral", "Mixtral", "SmolLM3", *GRANITES)  # whose q and k are turned in pairs of neighbours
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 # Which llama.cpp leaves alone.
 EXACT = re.compile(r"gate_inp|\.conv|conv1d|\.bias$|ssm_[ad]$|norm|_scale|\.scale$|position_embd|per_layer_model_proj")
+MAMBAS = ("GraniteMoeHybrid", "FalconH1")  # whose keys of states begin with mamba_
 DELTAS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 DELTA = {
     "conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads",
@@ -62,7 +64,7 @@ def write_gguf(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Write the checkpoint of that directory to a GGUF file; what its tensors mean, by their names in the file."""
     config = json.loads((directory / "config.json").read_text())
-    architecture = ARCHITECTURES[kind]
+    architecture = _architecture(kind, config)
     writer = gguf.GGUFWriter(path, architecture)
     weights = load_file(directory / "model.safetensors")
     given = _metadata(kind, config, weights) | metadata
@@ -81,6 +83,10 @@ def write_gguf(
         meant[name] = add_tensor(writer, name, tensor, wanted)
     finish(writer)
     return meant
+
+
+def _architecture(kind: str, config: Mapping[str, Any]) -> str:
+    return ARCHITECTURES[kind] + "_moe" * ("moe" in config.get("layers_block_type", ()))
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind) -> np.ndarray[Any, Any]:
@@ -202,6 +208,8 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         found |= {"ssm.inner_size": config["mamba_d_ssm"], "vocab_size": config["vocab_size"]}
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if kind == "NemotronH":
+        found |= _nemotron_h(config)
     if kind == "Gemma2":
         found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
         found |= {"attention.sliding_window": config["sliding_window"]}
@@ -281,6 +289,25 @@ def _latent(kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> di
     return found
 
 
+def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds, has_experts = config["layers_block_type"], "moe" in config["layers_block_type"]
+    inner = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    found = {
+        "block_count": len(kinds), "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.head_count_kv": [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds],
+        "feed_forward_length": [inner if kind in ("mlp", "moe") else 0 for kind in kinds],
+        "ssm.conv_kernel": config["conv_kernel"], "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"], "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "rope.scaling.finetuned": False, "context_length": 2**20, "vocab_size": config["vocab_size"],
+    }  # fmt: skip
+    if has_experts:
+        found |= _routed(config | {"first_k_dense_replace": None})
+        found["expert_shared_feed_forward_length"] = config["moe_shared_expert_intermediate_size"]
+    return found
+
+
 def _routed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "expert_count": config["n_routed_experts"], "leading_dense_block_count": config["first_k_dense_replace"],
@@ -318,14 +345,15 @@ def _tensors(
     weights: Mapping[str, torch.Tensor], kind: str, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A file's tensors, by their names there."""
-    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    wanted = _architecture(kind, config)
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
     names = gguf.get_tensor_name_map(architecture, layers + 1)
     experts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in weights.items():
         for own, there in HEAD.items():
             name = name.replace(own, f"model.layers.{layers}.{there}")
-        if match := EXPERT.fullmatch(name):
+        if match := EXPERT.fullmatch(name.replace("backbone", "model").replace("mixer.experts", "mlp.experts")):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
             continue
         if found := _in_parts(kind, name, tensor, config):
@@ -417,9 +445,9 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
         return _delta(name, tensor, config, 1 if kind == "Qwen3Next" else config["linear_num_key_heads"])
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return tensor.squeeze(1)
-    if ".mamba." in name and tensor.dim() == 1:
-        if name.endswith("mamba.norm.weight"):
-            return tensor.view(config["mamba_n_groups"], -1)
+    if re.search(r"\.(mamba|mixer)\.", name) and tensor.dim() == 1:
+        if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            return tensor.view(config["mamba_n_groups" if kind in MAMBAS else "n_groups"], -1)
         tensor = -tensor.exp() if name.endswith("A_log") else tensor
         return tensor[:, None] if name.endswith(("A_log", "D")) else tensor
     if kind == "FalconH1":

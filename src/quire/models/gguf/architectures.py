@@ -12,6 +12,7 @@ from quire.models.gguf.architecture import FACTORS, Architecture, Turns, numbers
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.names import (
     ATTENTION,
+    BACKBONE_ENDS,
     BERT_ENDS,
     CORRECTED_EXPERTS,
     ENDS,
@@ -24,6 +25,7 @@ from quire.models.gguf.names import (
     LATENT,
     LAYER,
     LAYER_AFTER,
+    MIXERS,
     MIXTRAL_EXPERTS,
     OWN_TENSORS,
     SHARED_EXPERT,
@@ -167,9 +169,7 @@ def _granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers, counts = config["num_hidden_layers"], metadata.get("attention.head_count_kv")
-    if not isinstance(counts, list) or len(counts) != num_layers:
-        raise metadata.error("attention.head_count_kv", counts, f"one number for each of {num_layers} layers")
+    counts = _counts(metadata, "attention.head_count_kv")
     hidden_size, inner = config["hidden_size"], metadata.integer("ssm.inner_size")
     if inner % hidden_size:
         raise metadata.error("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden_size}")
@@ -184,6 +184,15 @@ def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
         "position_embedding_type": "rope" if has_rope else "nope",
         "mamba_expand": inner // hidden_size,
     }
+
+
+def _counts(metadata: Metadata, key: str) -> list[int]:
+    """Return each layer's number, from a file with one for each layer, or with one for all."""
+    found, num_layers = metadata.get(key), metadata.integer("block_count")
+    counts = found if isinstance(found, list) else [found] * num_layers
+    if len(counts) != num_layers or not all(type(count) is int and count >= 0 for count in counts):
+        raise metadata.error(key, found, f"one number for each of {num_layers} layers")
+    return counts
 
 
 def _mamba_sizes(metadata: Metadata) -> dict[str, Any]:
@@ -363,6 +372,31 @@ def _lfm2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _scores(metadata, SIGMOID)
+    metadata.get("rope.scaling.finetuned")  # no layer has positions
+    heads, sizes = (_counts(metadata, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    num_heads = metadata.integer("ssm.time_step_rank")
+    return {
+        "layers_block_type": [
+            "attention" if heads[i] else "mamba" if not sizes[i] else
+            "moe" if metadata.has(f"blk.{i}.ffn_gate_inp.weight") else "mlp"
+            for i in range(config["num_hidden_layers"])
+        ],
+        "intermediate_size": max(sizes) or 1,
+        "rope_parameters": None,
+        "layer_norm_epsilon": metadata.get("attention.layer_norm_epsilon", config["rms_norm_eps"]),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": metadata.integer("ssm.inner_size") // num_heads,
+        "n_groups": metadata.integer("ssm.group_count"),
+        "ssm_state_size": metadata.integer("ssm.state_size"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": _in_any_layer(metadata, "ssm_in.bias"),
+        "use_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+        "mlp_bias": _in_any_layer(metadata, "ffn_up.bias"),
+    }  # fmt: skip
+
+
 LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", layer=LAYER, more=_llama, pairs=True)
 LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 MIXTRAL = Architecture(
@@ -394,6 +428,22 @@ QWEN35_MOE = Architecture(
     turns=_qwen35_turns,
     column_turns={"ssm_out": "attn_gate"},
     head=OWN_TENSORS,
+)
+NEMOTRON_H = Architecture(
+    name="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    layer=MIXERS,
+    prefix="backbone.layers.{}.",
+    ends=BACKBONE_ENDS,
+    keys=ROUTED_EXPERTS
+    | {
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "moe_latent_size": "moe_latent_size",
+    },
+    more=_nemotron_h,
 )
 SCALES = {
     "attention.scale": "attention_multiplier",
@@ -542,6 +592,8 @@ ARCHITECTURES = {
         ends=ENDS | {"output_norm": "model.final_layernorm"},
         more=_falcon_h1,
     ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
     "olmo2": Architecture(
         name="Olmo2ForCausalLM",
         model_type="olmo2",

@@ -107,6 +107,23 @@ _STATE_SPACE = {
     "ssm_out": "out_proj",
 }
 STATE_SPACE: Names = {theirs: f"mamba.{ours}" for theirs, ours in _STATE_SPACE.items()}
+BACKBONE_ENDS: Names = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+MIXER: Names = {theirs: f"mixer.{ours}" for theirs, ours in _STATE_SPACE.items()}
+MIXER |= {"attn_norm": "norm"}
+MIXERS: Names = MIXER | {
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.{}.up_proj",
+    "ffn_down_exps": "mixer.experts.{}.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+}
 LATENT: Names = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
