@@ -82,6 +82,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1, scaled": ("FalconH1", FALCON_H1),
     "nemotron_h": ("NemotronH", {"layers_block_type": [*NEMOTRON_H, "mlp"]}),
     "nemotron_h_moe": ("NemotronH", {"layers_block_type": [*NEMOTRON_H[2:], "moe"], "routed_scaling_factor": 2.5}),
+    "mamba2": ("Mamba2", {}),
+    "mamba2, tied": ("Mamba2", {"tie_word_embeddings": True, "n_groups": 1, "use_conv_bias": False}),
+    "mamba": ("Mamba", {}),
+    "falcon mamba": ("FalconMamba", {}),
     "deepseek2": ("DeepseekV2", {}),
     "deepseek2, one projection of q, yarn": ("DeepseekV2", {"q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek2, V3": ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
@@ -105,6 +109,10 @@ NEARLY = (
     "falcon-h1, scaled",
     "nemotron_h",
     "nemotron_h_moe",
+    "mamba2",
+    "mamba2, tied",
+    "mamba",
+    "falcon mamba",
 )
 
 
@@ -154,6 +162,8 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next": ("Qwen3Next", WIDE | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 64}),
     "granitehybrid": ("GraniteMoeHybrid", {"shared_intermediate_size": 64}),
     "falcon-h1": ("FalconH1", {"intermediate_size": 96}),
+    "mamba2": ("Mamba2", {"hidden_size": 64, "head_dim": 16}),
+    "mamba": ("Mamba", {"hidden_size": 64, "time_step_rank": 32}),
     "nemotron_h_moe": ("NemotronH", WIDE | EXPERTS | {
         "mamba_head_dim": 16, "head_dim": 16, "layers_block_type": [*NEMOTRON_H[2:], "moe"],
         "moe_shared_expert_intermediate_size": 64,
@@ -196,7 +206,7 @@ def test_mxfp4_where_columns_are_in_another_order(tmp_path: Path) -> None:
         engine(tmp_path / "model.gguf", max_model_len=64)
 
 
-HOSTILE_MODELS = ["granitehybrid", "nemotron_h", "deepseek2, one projection of q, yarn", "gemma4, shared keys"]
+HOSTILE_MODELS = ["granitehybrid", "nemotron_h", "mamba", "deepseek2, one projection of q, yarn", "gemma4, shared keys"]
 HOSTILE: list[Any] = [0, 2**31, "x", True, -1.5, float("nan"), [1, 2, 3], ["a"], []]
 
 

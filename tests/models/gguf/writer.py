@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "Lfm2Moe": "lfm2moe", "GraniteMoe": "granitemoe", "GraniteMoeShared": "granitemoe",
     "GraniteMoeHybrid": "granitehybrid", "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Gemma4": "gemma4",
     "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe", "FalconH1": "falcon-h1",
-    "NemotronH": "nemotron_h",
+    "NemotronH": "nemotron_h", "Mamba2": "mamba2", "Mamba": "mamba", "FalconMamba": "mamba",
 }  # fmt: skip
 GRANITES = ("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid")
 PAIRS = ("Llama", "Mistral", "Mixtral", "SmolLM3", *GRANITES)  # whose q and k are turned in pairs of neighbours
@@ -36,6 +36,7 @@ FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfl
 # Which llama.cpp leaves alone.
 EXACT = re.compile(r"gate_inp|\.conv|conv1d|\.bias$|ssm_[ad]$|norm|_scale|\.scale$|position_embd|per_layer_model_proj")
 MAMBAS = ("GraniteMoeHybrid", "FalconH1")  # whose keys of states begin with mamba_
+SELECTIVE = ("Mamba", "FalconMamba")
 DELTAS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 DELTA = {
     "conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads",
@@ -157,6 +158,9 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the converter writes of a config.json."""
+
+    if kind in ("Mamba2", *SELECTIVE):
+        return _mamba(kind, config)
 
     def first(*keys: str) -> Any:
         return next((config[key] for key in keys if config.get(key) is not None), None)
@@ -287,6 +291,19 @@ def _latent(kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> di
     if rope.get("mscale_all_dim"):
         found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return found
+
+
+def _mamba(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        "block_count": config["num_hidden_layers"], "context_length": 2**20, "feed_forward_length": 0,
+        "embedding_length": config["hidden_size"], "attention.head_count": 0,
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"], "general.file_type": 0,
+        "ssm.conv_kernel": config["conv_kernel"], "ssm.state_size": config["state_size"],
+        "ssm.inner_size": 2 * config["hidden_size"],
+    }  # fmt: skip
+    if kind == "Mamba2":
+        return found | {"ssm.time_step_rank": config["num_heads"], "ssm.group_count": config["n_groups"]}
+    return found | {"ssm.time_step_rank": config["time_step_rank"], "ssm.dt_b_c_rms": kind == "FalconMamba"}
 
 
 def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,8 +465,10 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
     if re.search(r"\.(mamba|mixer)\.", name) and tensor.dim() == 1:
         if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
             return tensor.view(config["mamba_n_groups" if kind in MAMBAS else "n_groups"], -1)
-        tensor = -tensor.exp() if name.endswith("A_log") else tensor
-        return tensor[:, None] if name.endswith(("A_log", "D")) else tensor
+        column = kind not in SELECTIVE and name.endswith(("A_log", "D"))
+        return (-tensor.exp() if name.endswith("A_log") else tensor)[:, None] if column else tensor
+    if name.endswith("A_log") and kind in SELECTIVE:
+        return -tensor.exp()
     if kind == "FalconH1":
         return tensor * _multiplier(name, config)
     if kind == "GPT2" and re.search(r"c_(attn|proj|fc)\.weight", name):

@@ -25,9 +25,11 @@ from quire.models.gguf.names import (
     LATENT,
     LAYER,
     LAYER_AFTER,
+    MIXER,
     MIXERS,
     MIXTRAL_EXPERTS,
     OWN_TENSORS,
+    SELECTIVE_MIXER,
     SHARED_EXPERT,
     SHORT_CONVOLUTION,
     SHORT_CONVOLUTION_EXPERTS,
@@ -397,6 +399,42 @@ def _nemotron_h(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]
     }  # fmt: skip
 
 
+def _mamba2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    inner, num_heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
+    return _recurrent(metadata, config) | {
+        "intermediate_size": None,
+        "expand": inner / config["hidden_size"],
+        "num_heads": num_heads,
+        "head_dim": inner // num_heads,
+        "n_groups": metadata.integer("ssm.group_count"),
+    }
+
+
+def _mamba(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of Mamba, or of Falcon-Mamba, whose epsilon of dt, B and C is not in the file: its default."""
+    if not isinstance(has_norms := metadata.get("ssm.dt_b_c_rms", False), bool):
+        raise metadata.error("ssm.dt_b_c_rms", has_norms, "true or false")
+    found = _recurrent(metadata, config) | {
+        "intermediate_size": metadata.integer("ssm.inner_size"),
+        "time_step_rank": metadata.integer("ssm.time_step_rank"),
+    }
+    falcon = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
+    return found | (falcon if has_norms else {})
+
+
+def _recurrent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that Mamba and Mamba-2 share, and None for usual keys that they do not have."""
+    return {
+        "max_position_embeddings": None,
+        "rms_norm_eps": None,
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "state_size": metadata.integer("ssm.state_size"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": _in_any_layer(metadata, "ssm_in.bias"),
+        "use_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+    }
+
+
 LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", layer=LAYER, more=_llama, pairs=True)
 LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 MIXTRAL = Architecture(
@@ -428,6 +466,15 @@ QWEN35_MOE = Architecture(
     turns=_qwen35_turns,
     column_turns={"ssm_out": "attn_gate"},
     head=OWN_TENSORS,
+)
+MAMBA2 = Architecture(
+    name="Mamba2ForCausalLM",
+    model_type="mamba2",
+    layer=MIXER,
+    prefix="backbone.layers.{}.",
+    ends=BACKBONE_ENDS,
+    more=_mamba2,
+    attends=False,
 )
 NEMOTRON_H = Architecture(
     name="NemotronHForCausalLM",
@@ -592,6 +639,8 @@ ARCHITECTURES = {
         ends=ENDS | {"output_norm": "model.final_layernorm"},
         more=_falcon_h1,
     ),
+    "mamba2": MAMBA2,
+    "mamba": replace(MAMBA2, name="MambaForCausalLM", model_type="mamba", layer=SELECTIVE_MIXER, more=_mamba),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
     "olmo2": Architecture(

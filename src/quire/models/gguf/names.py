@@ -107,9 +107,11 @@ _STATE_SPACE = {
     "ssm_out": "out_proj",
 }
 STATE_SPACE: Names = {theirs: f"mamba.{ours}" for theirs, ours in _STATE_SPACE.items()}
+_SELECTIVE = {"ssm_x": "x_proj", "ssm_dt": "dt_proj", "ssm_dt.bias": "dt_proj.bias"}  # with STATE_SPACE: Mamba-1
 BACKBONE_ENDS: Names = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 MIXER: Names = {theirs: f"mixer.{ours}" for theirs, ours in _STATE_SPACE.items()}
 MIXER |= {"attn_norm": "norm"}
+SELECTIVE_MIXER: Names = MIXER | {theirs: f"mixer.{ours}" for theirs, ours in _SELECTIVE.items()}
 MIXERS: Names = MIXER | {
     "attn_q": "mixer.q_proj",
     "attn_k": "mixer.k_proj",
