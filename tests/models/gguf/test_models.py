@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from quire.errors import ModelError
 from quire.models.gguf.file import GgufFile
+from quire.models.gguf.model import GgufModel
 from tests.marks import of_long_runs, quick
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.gguf.hostile import read
@@ -86,6 +87,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2, tied": ("Mamba2", {"tie_word_embeddings": True, "n_groups": 1, "use_conv_bias": False}),
     "mamba": ("Mamba", {}),
     "falcon mamba": ("FalconMamba", {}),
+    "jamba": ("Jamba", {}),
+    "jamba, one expert": ("Jamba", {"num_experts": 1, "num_hidden_layers": 3}),
     "deepseek2": ("DeepseekV2", {}),
     "deepseek2, one projection of q, yarn": ("DeepseekV2", {"q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek2, V3": ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
@@ -113,6 +116,8 @@ NEARLY = (
     "mamba2, tied",
     "mamba",
     "falcon mamba",
+    "jamba",
+    "jamba, one expert",
 )
 
 
@@ -164,6 +169,7 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": ("FalconH1", {"intermediate_size": 96}),
     "mamba2": ("Mamba2", {"hidden_size": 64, "head_dim": 16}),
     "mamba": ("Mamba", {"hidden_size": 64, "time_step_rank": 32}),
+    "jamba": ("Jamba", {"intermediate_size": 96, "mamba_dt_rank": 32}),
     "nemotron_h_moe": ("NemotronH", WIDE | EXPERTS | {
         "mamba_head_dim": 16, "head_dim": 16, "layers_block_type": [*NEMOTRON_H[2:], "moe"],
         "moe_shared_expert_intermediate_size": 64,
@@ -204,6 +210,15 @@ def test_mxfp4_where_columns_are_in_another_order(tmp_path: Path) -> None:
     write_gguf(tmp_path, tmp_path / "model.gguf", "Qwen3_5", lambda name: Kind.MXFP4 if "ssm_out" in name else Kind.F32)
     with pytest.raises(ModelError, match=r"linear_attn\.out_proj\.blocks cannot be read: MXFP4 has no order of inputs"):
         engine(tmp_path / "model.gguf", max_model_len=64)
+
+
+def test_experts_of_jamba_in_layers_without_a_period(tmp_path: Path) -> None:
+    save(tmp_path, "Jamba", num_hidden_layers=6)
+    write_gguf(tmp_path, tmp_path / "model.gguf", "Jamba")
+    model = GgufModel(tmp_path / "model.gguf")
+    del model.file.tensors["blk.1.ffn_gate_inp.weight"]
+    with pytest.raises(ModelError, match=r"the layers \[3, 5\] have ffn_gate_inp\.weight; they must be at the"):
+        model.config()
 
 
 HOSTILE_MODELS = ["granitehybrid", "nemotron_h", "mamba", "deepseek2, one projection of q, yarn", "gemma4, shared keys"]

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "GraniteMoeHybrid": "granitehybrid", "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Gemma4": "gemma4",
     "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe", "FalconH1": "falcon-h1",
     "NemotronH": "nemotron_h", "Mamba2": "mamba2", "Mamba": "mamba", "FalconMamba": "mamba",
+    "Jamba": "jamba",
 }  # fmt: skip
 GRANITES = ("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid")
 PAIRS = ("Llama", "Mistral", "Mixtral", "SmolLM3", *GRANITES)  # whose q and k are turned in pairs of neighbours
@@ -36,7 +37,8 @@ FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfl
 # Which llama.cpp leaves alone.
 EXACT = re.compile(r"gate_inp|\.conv|conv1d|\.bias$|ssm_[ad]$|norm|_scale|\.scale$|position_embd|per_layer_model_proj")
 MAMBAS = ("GraniteMoeHybrid", "FalconH1")  # whose keys of states begin with mamba_
-SELECTIVE = ("Mamba", "FalconMamba")
+MAMBAS_ALONE = ("Mamba2", "Mamba", "FalconMamba")
+SELECTIVE = ("Mamba", "FalconMamba", "Jamba")
 DELTAS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 DELTA = {
     "conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads",
@@ -159,7 +161,7 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the converter writes of a config.json."""
 
-    if kind in ("Mamba2", *SELECTIVE):
+    if kind in MAMBAS_ALONE:
         return _mamba(kind, config)
 
     def first(*keys: str) -> Any:
@@ -212,6 +214,16 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         found |= {"ssm.inner_size": config["mamba_d_ssm"], "vocab_size": config["vocab_size"]}
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if kind == "Jamba":
+        period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+        found |= {
+            "attention.head_count_kv": [
+                config["num_key_value_heads"] if i % period == offset else 0 for i in range(config["num_hidden_layers"])
+            ],
+            "ssm.conv_kernel": config["mamba_d_conv"], "ssm.state_size": config["mamba_d_state"],
+            "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+            "ssm.time_step_rank": config["mamba_dt_rank"],
+        }  # fmt: skip
     if kind == "NemotronH":
         found |= _nemotron_h(config)
     if kind == "Gemma2":

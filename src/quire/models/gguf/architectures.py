@@ -18,6 +18,7 @@ from quire.models.gguf.names import (
     ENDS,
     EXPERTS,
     FEED_FORWARD,
+    FEED_FORWARD_EXPERTS,
     GATED_DELTA,
     GEMMA4,
     GEMMA_NORMS,
@@ -29,6 +30,7 @@ from quire.models.gguf.names import (
     MIXERS,
     MIXTRAL_EXPERTS,
     OWN_TENSORS,
+    SELECTIVE,
     SELECTIVE_MIXER,
     SHARED_EXPERT,
     SHORT_CONVOLUTION,
@@ -172,9 +174,6 @@ def _granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     counts = _counts(metadata, "attention.head_count_kv")
-    hidden_size, inner = config["hidden_size"], metadata.integer("ssm.inner_size")
-    if inner % hidden_size:
-        raise metadata.error("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden_size}")
     shared = metadata.get("expert_shared_feed_forward_length", config["intermediate_size"])
     has_rope = metadata.get("rope.scaling.finetuned", True)
     return _attention_bias(metadata, config) | {
@@ -184,8 +183,16 @@ def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
         "num_experts_per_tok": metadata.count("expert_used_count"),
         "shared_intermediate_size": shared,
         "position_embedding_type": "rope" if has_rope else "nope",
-        "mamba_expand": inner // hidden_size,
+        "mamba_expand": _expansion(metadata, config),
     }
+
+
+def _expansion(metadata: Metadata, config: Mapping[str, Any]) -> int:
+    """Return a state's channels per number of a hidden state. Raises ModelError if that is no integer."""
+    hidden_size, inner = config["hidden_size"], metadata.integer("ssm.inner_size")
+    if inner % hidden_size:
+        raise metadata.error("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden_size}")
+    return int(inner // hidden_size)
 
 
 def _counts(metadata: Metadata, key: str) -> list[int]:
@@ -403,7 +410,7 @@ def _mamba2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     inner, num_heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
     return _recurrent(metadata, config) | {
         "intermediate_size": None,
-        "expand": inner / config["hidden_size"],
+        "expand": _expansion(metadata, config),
         "num_heads": num_heads,
         "head_dim": inner // num_heads,
         "n_groups": metadata.integer("ssm.group_count"),
@@ -433,6 +440,34 @@ def _recurrent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "use_bias": _in_any_layer(metadata, "ssm_in.bias"),
         "use_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
     }
+
+
+def _jamba(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    has_experts = _in_any_layer(metadata, "ffn_gate_inp.weight")
+    return {
+        **_every(metadata, "attn", "attn_q.weight", config["num_hidden_layers"]),
+        **_every(metadata, "expert", "ffn_gate_inp.weight", config["num_hidden_layers"]),
+        "num_experts": metadata.integer("expert_count") if has_experts else 1,
+        "mamba_expand": _expansion(metadata, config),
+        "mamba_dt_rank": metadata.integer("ssm.time_step_rank"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _in_any_layer(metadata, "ssm_in.bias"),
+    }
+
+
+def _every(metadata: Metadata, kind: str, tensor: str, num_layers: int) -> dict[str, int]:
+    """Return the period and the offset of the layers that have a tensor. Raises ModelError if they have no period."""
+    layers = [i for i in range(num_layers) if metadata.has(f"blk.{i}.{tensor}")]
+    offset = layers[0] if layers else num_layers
+    period = layers[1] - offset if len(layers) > 1 else num_layers
+    if layers != [i for i in range(num_layers) if i % period == offset]:
+        raise ModelError(
+            f"{metadata.file.path}: the layers {layers} have {tensor}; they must be at the same distance from each "
+            "other, and fewer layers before the first one"
+        )
+    return {f"{kind}_layer_period": period, f"{kind}_layer_offset": offset}
 
 
 LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", layer=LAYER, more=_llama, pairs=True)
@@ -643,6 +678,14 @@ ARCHITECTURES = {
     "mamba": replace(MAMBA2, name="MambaForCausalLM", model_type="mamba", layer=SELECTIVE_MIXER, more=_mamba),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
+    "jamba": Architecture(
+        name="JambaForCausalLM",
+        model_type="jamba",
+        layer=ATTENTION | SELECTIVE | FEED_FORWARD | FEED_FORWARD_EXPERTS | {"ffn_norm": "pre_ff_layernorm"},
+        ends=ENDS | {"output_norm": "model.final_layernorm"},
+        keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        more=_jamba,
+    ),
     "olmo2": Architecture(
         name="Olmo2ForCausalLM",
         model_type="olmo2",

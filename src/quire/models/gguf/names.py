@@ -45,6 +45,13 @@ FEED_FORWARD: Names = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
+FEED_FORWARD_EXPERTS: Names = {
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_exps": "feed_forward.experts.{}.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.{}.up_proj",
+    "ffn_gate_up_exps": ("feed_forward.experts.{}.gate_proj", "feed_forward.experts.{}.up_proj"),
+    "ffn_down_exps": "feed_forward.experts.{}.down_proj",
+}
 EXPERTS: Names = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -111,6 +118,12 @@ _SELECTIVE = {"ssm_x": "x_proj", "ssm_dt": "dt_proj", "ssm_dt.bias": "dt_proj.bi
 BACKBONE_ENDS: Names = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 MIXER: Names = {theirs: f"mixer.{ours}" for theirs, ours in _STATE_SPACE.items()}
 MIXER |= {"attn_norm": "norm"}
+SELECTIVE: Names = STATE_SPACE | {theirs: f"mamba.{ours}" for theirs, ours in _SELECTIVE.items()}
+SELECTIVE |= {
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+}
 SELECTIVE_MIXER: Names = MIXER | {theirs: f"mixer.{ours}" for theirs, ours in _SELECTIVE.items()}
 MIXERS: Names = MIXER | {
     "attn_q": "mixer.q_proj",
