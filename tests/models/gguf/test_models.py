@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from quire.errors import ModelError
 from quire.models.gguf.file import GgufFile
+from quire.models.gguf.model import GgufModel
 from tests.marks import of_long_runs, quick
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.gguf.hostile import read
@@ -33,6 +34,12 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
 }  # fmt: skip
+FALCON_H1 = {
+    "attention_in_multiplier": 0.7, "attention_out_multiplier": 1.3, "key_multiplier": 0.6, "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8], "mlp_multipliers": [0.9, 1.4],
+    "embedding_multiplier": 2.5, "lm_head_multiplier": 0.5, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+}  # fmt: skip
+NEMOTRON_H = ["linear_attention", "mlp", "full_attention", "linear_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied, biases, derived head": (
@@ -72,6 +79,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe, shared": ("GraniteMoeShared", {}),
     "granitehybrid": ("GraniteMoeHybrid", {}),
     "granitehybrid, experts": ("GraniteMoeHybrid", {"num_local_experts": 4, "mamba_n_groups": 2}),
+    "falcon-h1": ("FalconH1", {}),
+    "falcon-h1, scaled": ("FalconH1", FALCON_H1),
+    "nemotron_h": ("NemotronH", {"layers_block_type": [*NEMOTRON_H, "mlp"]}),
+    "nemotron_h_moe": ("NemotronH", {"layers_block_type": [*NEMOTRON_H[2:], "moe"], "routed_scaling_factor": 2.5}),
+    "mamba2": ("Mamba2", {}),
+    "mamba2, tied": ("Mamba2", {"tie_word_embeddings": True, "n_groups": 1, "use_conv_bias": False}),
+    "mamba": ("Mamba", {}),
+    "falcon mamba": ("FalconMamba", {}),
+    "jamba": ("Jamba", {}),
+    "jamba, one expert": ("Jamba", {"num_experts": 1, "num_hidden_layers": 3}),
     "deepseek2": ("DeepseekV2", {}),
     "deepseek2, one projection of q, yarn": ("DeepseekV2", {"q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek2, V3": ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
@@ -86,7 +103,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 # Whose frequencies or decays come out of numbers that were rounded to fp32.
-NEARLY = ("llama3", "qwen35", "granitehybrid", "granitehybrid, experts")
+NEARLY = (
+    "llama3",
+    "qwen35",
+    "granitehybrid",
+    "granitehybrid, experts",
+    "falcon-h1",
+    "falcon-h1, scaled",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "mamba2",
+    "mamba2, tied",
+    "mamba",
+    "falcon mamba",
+    "jamba",
+    "jamba, one expert",
+)
 
 
 def logits(model: Path, max_tokens: int = 1, **options: Any) -> torch.Tensor:
@@ -134,6 +166,14 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"intermediate_size": 96, "block_auto_adjust_ff_dim": False}),
     "qwen3next": ("Qwen3Next", WIDE | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 64}),
     "granitehybrid": ("GraniteMoeHybrid", {"shared_intermediate_size": 64}),
+    "falcon-h1": ("FalconH1", {"intermediate_size": 96}),
+    "mamba2": ("Mamba2", {"hidden_size": 64, "head_dim": 16}),
+    "mamba": ("Mamba", {"hidden_size": 64, "time_step_rank": 32}),
+    "jamba": ("Jamba", {"intermediate_size": 96, "mamba_dt_rank": 32}),
+    "nemotron_h_moe": ("NemotronH", WIDE | EXPERTS | {
+        "mamba_head_dim": 16, "head_dim": 16, "layers_block_type": [*NEMOTRON_H[2:], "moe"],
+        "moe_shared_expert_intermediate_size": 64,
+    }),
     "deepseek2": ("DeepseekV2", WIDE | EXPERTS | {"qk_nope_head_dim": 32, "q_lora_rank": 64, "num_key_value_heads": 4}),
     "gemma4": ("Gemma4", WIDE | {
         "head_dim": 16, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2,
@@ -172,11 +212,21 @@ def test_mxfp4_where_columns_are_in_another_order(tmp_path: Path) -> None:
         engine(tmp_path / "model.gguf", max_model_len=64)
 
 
+def test_experts_of_jamba_in_layers_without_a_period(tmp_path: Path) -> None:
+    save(tmp_path, "Jamba", num_hidden_layers=6)
+    write_gguf(tmp_path, tmp_path / "model.gguf", "Jamba")
+    model = GgufModel(tmp_path / "model.gguf")
+    del model.file.tensors["blk.1.ffn_gate_inp.weight"]
+    with pytest.raises(ModelError, match=r"the layers \[3, 5\] have ffn_gate_inp\.weight; they must be at the"):
+        model.config()
+
+
+HOSTILE_MODELS = ["granitehybrid", "nemotron_h", "mamba", "deepseek2, one projection of q, yarn", "gemma4, shared keys"]
 HOSTILE: list[Any] = [0, 2**31, "x", True, -1.5, float("nan"), [1, 2, 3], ["a"], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["granitehybrid", "deepseek2, one projection of q, yarn", "gemma4, shared keys"])
+@pytest.mark.parametrize("name", HOSTILE_MODELS)
 def test_metadata_of_another_value_or_type(tmp_path: Path, name: str, long: bool) -> None:
     """Of each key in turn: the file is read, or refused by a sentence."""
     kind, changes = MODELS[name]

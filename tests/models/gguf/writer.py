@@ -27,13 +27,18 @@ ARCHITECTURES = {
     "Qwen3_5": "qwen35", "Lfm2": "lfm2", "GptOss": "gpt-oss", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next",
     "Lfm2Moe": "lfm2moe", "GraniteMoe": "granitemoe", "GraniteMoeShared": "granitemoe",
     "GraniteMoeHybrid": "granitehybrid", "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Gemma4": "gemma4",
-    "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe",
+    "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe", "FalconH1": "falcon-h1",
+    "NemotronH": "nemotron_h", "Mamba2": "mamba2", "Mamba": "mamba", "FalconMamba": "mamba",
+    "Jamba": "jamba",
 }  # fmt: skip
 GRANITES = ("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid")
 PAIRS = ("Llama", "Mistral", "Mixtral", "SmolLM3", *GRANITES)  # whose q and k are turned in pairs of neighbours
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 # Which llama.cpp leaves alone.
 EXACT = re.compile(r"gate_inp|\.conv|conv1d|\.bias$|ssm_[ad]$|norm|_scale|\.scale$|position_embd|per_layer_model_proj")
+MAMBAS = ("GraniteMoeHybrid", "FalconH1")  # whose keys of states begin with mamba_
+MAMBAS_ALONE = ("Mamba2", "Mamba", "FalconMamba")
+SELECTIVE = ("Mamba", "FalconMamba", "Jamba")
 DELTAS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 DELTA = {
     "conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads",
@@ -62,7 +67,7 @@ def write_gguf(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Write the checkpoint of that directory to a GGUF file; what its tensors mean, by their names in the file."""
     config = json.loads((directory / "config.json").read_text())
-    architecture = ARCHITECTURES[kind]
+    architecture = _architecture(kind, config)
     writer = gguf.GGUFWriter(path, architecture)
     weights = load_file(directory / "model.safetensors")
     given = _metadata(kind, config, weights) | metadata
@@ -81,6 +86,10 @@ def write_gguf(
         meant[name] = add_tensor(writer, name, tensor, wanted)
     finish(writer)
     return meant
+
+
+def _architecture(kind: str, config: Mapping[str, Any]) -> str:
+    return ARCHITECTURES[kind] + "_moe" * ("moe" in config.get("layers_block_type", ()))
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: Kind) -> np.ndarray[Any, Any]:
@@ -152,6 +161,9 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the converter writes of a config.json."""
 
+    if kind in MAMBAS_ALONE:
+        return _mamba(kind, config)
+
     def first(*keys: str) -> Any:
         return next((config[key] for key in keys if config.get(key) is not None), None)
 
@@ -197,6 +209,23 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
         found |= {"rope.scaling.finetuned": False, "context_length": 2**20}
         if not config["num_local_experts"]:
             found["feed_forward_length"] = config["shared_intermediate_size"]
+    if kind == "FalconH1":
+        found |= {f"ssm.{theirs}": config[f"mamba_{ours}"] for theirs, ours in SPACE.items()}
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        found |= {"ssm.inner_size": config["mamba_d_ssm"], "vocab_size": config["vocab_size"]}
+        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if kind == "Jamba":
+        period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+        found |= {
+            "attention.head_count_kv": [
+                config["num_key_value_heads"] if i % period == offset else 0 for i in range(config["num_hidden_layers"])
+            ],
+            "ssm.conv_kernel": config["mamba_d_conv"], "ssm.state_size": config["mamba_d_state"],
+            "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+            "ssm.time_step_rank": config["mamba_dt_rank"],
+        }  # fmt: skip
+    if kind == "NemotronH":
+        found |= _nemotron_h(config)
     if kind == "Gemma2":
         found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
         found |= {"attention.sliding_window": config["sliding_window"]}
@@ -276,6 +305,38 @@ def _latent(kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> di
     return found
 
 
+def _mamba(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        "block_count": config["num_hidden_layers"], "context_length": 2**20, "feed_forward_length": 0,
+        "embedding_length": config["hidden_size"], "attention.head_count": 0,
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"], "general.file_type": 0,
+        "ssm.conv_kernel": config["conv_kernel"], "ssm.state_size": config["state_size"],
+        "ssm.inner_size": 2 * config["hidden_size"],
+    }  # fmt: skip
+    if kind == "Mamba2":
+        return found | {"ssm.time_step_rank": config["num_heads"], "ssm.group_count": config["n_groups"]}
+    return found | {"ssm.time_step_rank": config["time_step_rank"], "ssm.dt_b_c_rms": kind == "FalconMamba"}
+
+
+def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds, has_experts = config["layers_block_type"], "moe" in config["layers_block_type"]
+    inner = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    found = {
+        "block_count": len(kinds), "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.head_count_kv": [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds],
+        "feed_forward_length": [inner if kind in ("mlp", "moe") else 0 for kind in kinds],
+        "ssm.conv_kernel": config["conv_kernel"], "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"], "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "rope.scaling.finetuned": False, "context_length": 2**20, "vocab_size": config["vocab_size"],
+    }  # fmt: skip
+    if has_experts:
+        found |= _routed(config | {"first_k_dense_replace": None})
+        found["expert_shared_feed_forward_length"] = config["moe_shared_expert_intermediate_size"]
+    return found
+
+
 def _routed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "expert_count": config["n_routed_experts"], "leading_dense_block_count": config["first_k_dense_replace"],
@@ -313,14 +374,15 @@ def _tensors(
     weights: Mapping[str, torch.Tensor], kind: str, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A file's tensors, by their names there."""
-    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    wanted = _architecture(kind, config)
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
     names = gguf.get_tensor_name_map(architecture, layers + 1)
     experts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in weights.items():
         for own, there in HEAD.items():
             name = name.replace(own, f"model.layers.{layers}.{there}")
-        if match := EXPERT.fullmatch(name):
+        if match := EXPERT.fullmatch(name.replace("backbone", "model").replace("mixer.experts", "mlp.experts")):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
             continue
         if found := _in_parts(kind, name, tensor, config):
@@ -410,19 +472,37 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
         return tensor.float() + 1
     if kind in DELTAS and (".linear_attn." in name or name.endswith("norm.weight")):
         return _delta(name, tensor, config, 1 if kind == "Qwen3Next" else config["linear_num_key_heads"])
-    if kind == "GraniteMoeHybrid" and name.endswith("conv1d.weight"):
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return tensor.squeeze(1)
-    if kind == "GraniteMoeHybrid" and ".mamba." in name and tensor.dim() == 1:
-        if name.endswith("norm.weight"):
-            return tensor.view(config["mamba_n_groups"], -1)
-        return (
-            (-tensor.exp() if name.endswith("A_log") else tensor)[:, None] if name.endswith(("A_log", "D")) else tensor
-        )
-    if name.endswith("conv.conv.weight"):
-        return tensor.squeeze(1)
+    if re.search(r"\.(mamba|mixer)\.", name) and tensor.dim() == 1:
+        if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            return tensor.view(config["mamba_n_groups" if kind in MAMBAS else "n_groups"], -1)
+        column = kind not in SELECTIVE and name.endswith(("A_log", "D"))
+        return (-tensor.exp() if name.endswith("A_log") else tensor)[:, None] if column else tensor
+    if name.endswith("A_log") and kind in SELECTIVE:
+        return -tensor.exp()
+    if kind == "FalconH1":
+        return tensor * _multiplier(name, config)
     if kind == "GPT2" and re.search(r"c_(attn|proj|fc)\.weight", name):
         return tensor.T
     return tensor
+
+
+def _multiplier(name: str, config: Mapping[str, Any]) -> torch.Tensor | float:
+    """By what the converter multiplies a weight of Falcon-H1."""
+    into = config["attention_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1], "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * into, "q_proj": into, "v_proj": into,
+        "o_proj": config["attention_out_multiplier"], "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    if name.endswith("in_proj.weight"):
+        inner, part = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = torch.tensor([inner, inner, part, part, config["mamba_n_heads"]])
+        scales = torch.tensor(config["ssm_multipliers"]) * config["ssm_in_multiplier"]
+        return scales.repeat_interleave(sizes)[:, None]
+    return float(factors.get(name.split(".")[-2], 1.0))
 
 
 def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any], keys: int) -> torch.Tensor:

@@ -48,7 +48,7 @@ SIZES = (  # keys that each equal a dimension of some tensor
     "ssm.time_step_rank",
 )
 KEYS_OF_LATENT, VALUES_OF_LATENT = "attn_k_b", "attn_v_b"
-VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # some converters write them with further dimensions
+VECTORS = ("ssm_a", "ssm_d")  # some converters write them as columns; Mamba-1 has a matrix of decays
 
 
 class Turns(NamedTuple):
@@ -107,11 +107,12 @@ class Architecture:
     column_turns: Mapping[str, str] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # tensors of a layer that others store as [in, out]
     causal: bool = True  # False: an encoder
+    attends: bool = True  # False: no layer has attention
     head: HeadNames | None = None  # of its draft head; None: layers after the last one are left out
 
     def config(self, metadata: Metadata) -> dict[str, Any]:
         """Return the model's config.json. Raises ModelError for a key that is missing or has a wrong value."""
-        config = _usual(metadata, self.causal) | {
+        config = _usual(metadata, self.causal, self.attends) | {
             "architectures": [self.name],
             "model_type": self.model_type,
             **self.fixed,
@@ -126,7 +127,9 @@ class Architecture:
     def places(self, metadata: Metadata) -> dict[str, TensorPlace]:
         """Return the place of each tensor by its name in other checkpoints, or by its GGUF name if it has no other."""
         turns = {} if self.turns is None else self.turns(metadata)
-        heads = {"attn_q": metadata.integer("attention.head_count"), "attn_k": _num_kv_heads(metadata)}
+        heads: dict[str, int] = {}
+        if self.pairs:
+            heads = {"attn_q": metadata.integer("attention.head_count"), "attn_k": _num_kv_heads(metadata)}
         ahead = range(_num_layers(metadata), metadata.integer("block_count"))  # layers that predict draft tokens
         places: dict[str, TensorPlace] = {}
         for name, info in metadata.file.tensors.items():
@@ -149,13 +152,13 @@ class Architecture:
                 continue  # it is read with the keys
             place = TensorPlace(
                 name,
-                heads=heads.get(base) if self.pairs else None,
+                heads=heads.get(base),
                 less_one=self.norms_plus_one and base.endswith("norm") and base != "ssm_norm",
                 log=rest == "ssm_a",
                 turns=turns.get(base or rest),
                 column_turns=turns.get(self.column_turns.get(base, "")),
                 transposed=base in self.transposed and kind == "weight",
-                flat=(base or rest) in VECTORS,
+                flat=base == "ssm_norm" or (rest in VECTORS and info.shape[-1] == 1),
                 values=name.replace(KEYS_OF_LATENT, VALUES_OF_LATENT) if base == KEYS_OF_LATENT else None,
                 dequantised=base == JOIN,
             )
@@ -174,7 +177,7 @@ class Architecture:
         return places
 
 
-def _usual(metadata: Metadata, causal: bool) -> dict[str, Any]:
+def _usual(metadata: Metadata, causal: bool, attends: bool) -> dict[str, Any]:
     """Return the keys of config.json that nearly all architectures have."""
     file = metadata.file
     if "token_embd.weight" not in file.tensors:
@@ -182,11 +185,7 @@ def _usual(metadata: Metadata, causal: bool) -> dict[str, Any]:
     if metadata.get("attention.causal", True) is not causal:
         raise metadata.error("attention.causal", metadata.get("attention.causal"), str(causal).lower())
     _check_sizes(metadata)
-    num_heads, hidden_size = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
-    head_dim = metadata.integer("attention.key_length", max(1, hidden_size // num_heads))
-    other = metadata.integer("attention.value_length", head_dim)
-    if other != head_dim and metadata.get("attention.kv_lora_rank") is None:
-        raise metadata.error("attention.value_length", other, f"attention.key_length, {head_dim}")
+    hidden_size = metadata.integer("embedding_length")
     config = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -194,10 +193,21 @@ def _usual(metadata: Metadata, causal: bool) -> dict[str, Any]:
         "num_hidden_layers": _num_layers(metadata),
         "max_position_embeddings": metadata.integer("context_length"),
         "intermediate_size": metadata.get("feed_forward_length"),
+        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
+    }
+    if not attends:
+        if (count := metadata.count("attention.head_count")) != 0:
+            raise metadata.error("attention.head_count", count, "0 with this architecture")
+        return config
+    num_heads = metadata.integer("attention.head_count")
+    head_dim = metadata.integer("attention.key_length", max(1, hidden_size // num_heads))
+    other = metadata.integer("attention.value_length", head_dim)
+    if other != head_dim and metadata.get("attention.kv_lora_rank") is None:
+        raise metadata.error("attention.value_length", other, f"attention.key_length, {head_dim}")
+    config |= {
         "num_attention_heads": num_heads,
         "num_key_value_heads": _num_kv_heads(metadata),
         "head_dim": head_dim,
-        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
     }
     rope = _rope(metadata, head_dim)
     return config | ({"rope_parameters": rope} if rope else {})

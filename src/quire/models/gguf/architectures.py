@@ -12,10 +12,13 @@ from quire.models.gguf.architecture import FACTORS, Architecture, Turns, numbers
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.names import (
     ATTENTION,
+    BACKBONE_ENDS,
     BERT_ENDS,
     CORRECTED_EXPERTS,
     ENDS,
     EXPERTS,
+    FEED_FORWARD,
+    FEED_FORWARD_EXPERTS,
     GATED_DELTA,
     GEMMA4,
     GEMMA_NORMS,
@@ -23,8 +26,12 @@ from quire.models.gguf.names import (
     LATENT,
     LAYER,
     LAYER_AFTER,
+    MIXER,
+    MIXERS,
     MIXTRAL_EXPERTS,
     OWN_TENSORS,
+    SELECTIVE,
+    SELECTIVE_MIXER,
     SHARED_EXPERT,
     SHORT_CONVOLUTION,
     SHORT_CONVOLUTION_EXPERTS,
@@ -166,27 +173,60 @@ def _granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers, counts = config["num_hidden_layers"], metadata.get("attention.head_count_kv")
-    if not isinstance(counts, list) or len(counts) != num_layers:
-        raise metadata.error("attention.head_count_kv", counts, f"one number for each of {num_layers} layers")
-    hidden_size, inner = config["hidden_size"], metadata.integer("ssm.inner_size")
-    if inner % hidden_size:
-        raise metadata.error("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden_size}")
+    counts = _counts(metadata, "attention.head_count_kv")
     shared = metadata.get("expert_shared_feed_forward_length", config["intermediate_size"])
     has_rope = metadata.get("rope.scaling.finetuned", True)
     return _attention_bias(metadata, config) | {
+        **_mamba_sizes(metadata),
         "layer_types": ["attention" if count else "mamba" for count in counts],
         "num_local_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.count("expert_used_count"),
         "shared_intermediate_size": shared,
         "position_embedding_type": "rope" if has_rope else "nope",
+        "mamba_expand": _expansion(metadata, config),
+    }
+
+
+def _expansion(metadata: Metadata, config: Mapping[str, Any]) -> int:
+    """Return a state's channels per number of a hidden state. Raises ModelError if that is no integer."""
+    hidden_size, inner = config["hidden_size"], metadata.integer("ssm.inner_size")
+    if inner % hidden_size:
+        raise metadata.error("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden_size}")
+    return int(inner // hidden_size)
+
+
+def _counts(metadata: Metadata, key: str) -> list[int]:
+    """Return each layer's number, from a file with one for each layer, or with one for all."""
+    found, num_layers = metadata.get(key), metadata.integer("block_count")
+    counts = found if isinstance(found, list) else [found] * num_layers
+    if len(counts) != num_layers or not all(type(count) is int and count >= 0 for count in counts):
+        raise metadata.error(key, found, f"one number for each of {num_layers} layers")
+    return counts
+
+
+def _mamba_sizes(metadata: Metadata) -> dict[str, Any]:
+    return {
         "mamba_n_heads": metadata.integer("ssm.time_step_rank"),
         "mamba_n_groups": metadata.integer("ssm.group_count"),
         "mamba_d_state": metadata.integer("ssm.state_size"),
         "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
-        "mamba_expand": inner // hidden_size,
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in metadata.file.tensors),
-        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in metadata.file.tensors),
+        "mamba_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _in_any_layer(metadata, "ssm_in.bias"),
+    }
+
+
+def _in_any_layer(metadata: Metadata, tensor: str) -> bool:
+    return any(name.endswith(f".{tensor}") for name in metadata.file.tensors)
+
+
+def _falcon_h1(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes. The multipliers are 1, since the file's weights contain them."""
+    return _llama(metadata, config) | {
+        **_mamba_sizes(metadata),
+        "mamba_d_ssm": metadata.integer("ssm.inner_size"),
+        "mamba_rms_norm": _in_any_layer(metadata, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,  # llama.cpp applies the gate first
+        "projectors_bias": _in_any_layer(metadata, "ssm_in.bias"),
     }
 
 
@@ -341,6 +381,95 @@ def _lfm2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _scores(metadata, SIGMOID)
+    metadata.get("rope.scaling.finetuned")  # no layer has positions
+    heads, sizes = (_counts(metadata, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    num_heads = metadata.integer("ssm.time_step_rank")
+    return {
+        "layers_block_type": [
+            "attention" if heads[i] else "mamba" if not sizes[i] else
+            "moe" if metadata.has(f"blk.{i}.ffn_gate_inp.weight") else "mlp"
+            for i in range(config["num_hidden_layers"])
+        ],
+        "intermediate_size": max(sizes) or 1,
+        "rope_parameters": None,
+        "layer_norm_epsilon": metadata.get("attention.layer_norm_epsilon", config["rms_norm_eps"]),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": metadata.integer("ssm.inner_size") // num_heads,
+        "n_groups": metadata.integer("ssm.group_count"),
+        "ssm_state_size": metadata.integer("ssm.state_size"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": _in_any_layer(metadata, "ssm_in.bias"),
+        "use_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+        "mlp_bias": _in_any_layer(metadata, "ffn_up.bias"),
+    }  # fmt: skip
+
+
+def _mamba2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    inner, num_heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
+    return _recurrent(metadata, config) | {
+        "intermediate_size": None,
+        "expand": _expansion(metadata, config),
+        "num_heads": num_heads,
+        "head_dim": inner // num_heads,
+        "n_groups": metadata.integer("ssm.group_count"),
+    }
+
+
+def _mamba(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of Mamba, or of Falcon-Mamba, whose epsilon of dt, B and C is not in the file: its default."""
+    if not isinstance(has_norms := metadata.get("ssm.dt_b_c_rms", False), bool):
+        raise metadata.error("ssm.dt_b_c_rms", has_norms, "true or false")
+    found = _recurrent(metadata, config) | {
+        "intermediate_size": metadata.integer("ssm.inner_size"),
+        "time_step_rank": metadata.integer("ssm.time_step_rank"),
+    }
+    falcon = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
+    return found | (falcon if has_norms else {})
+
+
+def _recurrent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that Mamba and Mamba-2 share, and None for usual keys that they do not have."""
+    return {
+        "max_position_embeddings": None,
+        "rms_norm_eps": None,
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "state_size": metadata.integer("ssm.state_size"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": _in_any_layer(metadata, "ssm_in.bias"),
+        "use_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+    }
+
+
+def _jamba(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    has_experts = _in_any_layer(metadata, "ffn_gate_inp.weight")
+    return {
+        **_every(metadata, "attn", "attn_q.weight", config["num_hidden_layers"]),
+        **_every(metadata, "expert", "ffn_gate_inp.weight", config["num_hidden_layers"]),
+        "num_experts": metadata.integer("expert_count") if has_experts else 1,
+        "mamba_expand": _expansion(metadata, config),
+        "mamba_dt_rank": metadata.integer("ssm.time_step_rank"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": _in_any_layer(metadata, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _in_any_layer(metadata, "ssm_in.bias"),
+    }
+
+
+def _every(metadata: Metadata, kind: str, tensor: str, num_layers: int) -> dict[str, int]:
+    """Return the period and the offset of the layers that have a tensor. Raises ModelError if they have no period."""
+    layers = [i for i in range(num_layers) if metadata.has(f"blk.{i}.{tensor}")]
+    offset = layers[0] if layers else num_layers
+    period = layers[1] - offset if len(layers) > 1 else num_layers
+    if layers != [i for i in range(num_layers) if i % period == offset]:
+        raise ModelError(
+            f"{metadata.file.path}: the layers {layers} have {tensor}; they must be at the same distance from each "
+            "other, and fewer layers before the first one"
+        )
+    return {f"{kind}_layer_period": period, f"{kind}_layer_offset": offset}
+
+
 LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", layer=LAYER, more=_llama, pairs=True)
 LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 MIXTRAL = Architecture(
@@ -372,6 +501,31 @@ QWEN35_MOE = Architecture(
     turns=_qwen35_turns,
     column_turns={"ssm_out": "attn_gate"},
     head=OWN_TENSORS,
+)
+MAMBA2 = Architecture(
+    name="Mamba2ForCausalLM",
+    model_type="mamba2",
+    layer=MIXER,
+    prefix="backbone.layers.{}.",
+    ends=BACKBONE_ENDS,
+    more=_mamba2,
+    attends=False,
+)
+NEMOTRON_H = Architecture(
+    name="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    layer=MIXERS,
+    prefix="backbone.layers.{}.",
+    ends=BACKBONE_ENDS,
+    keys=ROUTED_EXPERTS
+    | {
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "moe_latent_size": "moe_latent_size",
+    },
+    more=_nemotron_h,
 )
 SCALES = {
     "attention.scale": "attention_multiplier",
@@ -512,6 +666,25 @@ ARCHITECTURES = {
         keys=SCALES,
         more=_granite_hybrid,
         pairs=True,
+    ),
+    "falcon-h1": Architecture(
+        name="FalconH1ForCausalLM",
+        model_type="falcon_h1",
+        layer=ATTENTION | STATE_SPACE | FEED_FORWARD | {"ffn_norm": "pre_ff_layernorm.weight"},  # without .weight
+        ends=ENDS | {"output_norm": "model.final_layernorm"},
+        more=_falcon_h1,
+    ),
+    "mamba2": MAMBA2,
+    "mamba": replace(MAMBA2, name="MambaForCausalLM", model_type="mamba", layer=SELECTIVE_MIXER, more=_mamba),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
+    "jamba": Architecture(
+        name="JambaForCausalLM",
+        model_type="jamba",
+        layer=ATTENTION | SELECTIVE | FEED_FORWARD | FEED_FORWARD_EXPERTS | {"ffn_norm": "pre_ff_layernorm"},
+        ends=ENDS | {"output_norm": "model.final_layernorm"},
+        keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        more=_jamba,
     ),
     "olmo2": Architecture(
         name="Olmo2ForCausalLM",

@@ -40,6 +40,18 @@ ATTENTION: Names = {
     "ffn_norm": "post_attention_layernorm",
 }
 LAYER: Names = ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+FEED_FORWARD: Names = {
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+FEED_FORWARD_EXPERTS: Names = {
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_exps": "feed_forward.experts.{}.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.{}.up_proj",
+    "ffn_gate_up_exps": ("feed_forward.experts.{}.gate_proj", "feed_forward.experts.{}.up_proj"),
+    "ffn_down_exps": "feed_forward.experts.{}.down_proj",
+}
 EXPERTS: Names = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -92,14 +104,40 @@ GRANITE_EXPERTS: Names = {
     "ffn_up_shexp": "shared_mlp.up_proj",
     "ffn_down_shexp": "shared_mlp.down_proj",
 }
-STATE_SPACE: Names = {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_a": "mamba.A_log",
-    "ssm_d": "mamba.D",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
+_STATE_SPACE = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+STATE_SPACE: Names = {theirs: f"mamba.{ours}" for theirs, ours in _STATE_SPACE.items()}
+_SELECTIVE = {"ssm_x": "x_proj", "ssm_dt": "dt_proj", "ssm_dt.bias": "dt_proj.bias"}  # with STATE_SPACE: Mamba-1
+BACKBONE_ENDS: Names = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+MIXER: Names = {theirs: f"mixer.{ours}" for theirs, ours in _STATE_SPACE.items()}
+MIXER |= {"attn_norm": "norm"}
+SELECTIVE: Names = STATE_SPACE | {theirs: f"mamba.{ours}" for theirs, ours in _SELECTIVE.items()}
+SELECTIVE |= {
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+}
+SELECTIVE_MIXER: Names = MIXER | {theirs: f"mixer.{ours}" for theirs, ours in _SELECTIVE.items()}
+MIXERS: Names = MIXER | {
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.{}.up_proj",
+    "ffn_down_exps": "mixer.experts.{}.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
 }
 LATENT: Names = {
     "attn_q_a": "self_attn.q_a_proj",
