@@ -334,6 +334,8 @@ def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
     if has_experts:
         found |= _routed(config | {"first_k_dense_replace": None})
         found["expert_shared_feed_forward_length"] = config["moe_shared_expert_intermediate_size"]
+    else:
+        found |= {"expert_count": None, "expert_used_count": None}
     return found
 
 
