@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def plan_on_device(step: Step) -> ops.AttentionPlan:
 @pytest.mark.parametrize("seed", quick(range(40), 0, usual=10))
 def test_random_batches(seed):
     backend = ops.load("triton", DEVICE)
-    case = Case.draw(10_000 + seed, backend.limits)
+    case = replace(Case.draw(10_000 + seed, backend.limits), ahead=False)  # a plan made on the device has no key_ends
     if not case.context_lens:
         return
     with naming(case):

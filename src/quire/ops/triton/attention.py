@@ -352,9 +352,9 @@ def attend(
     entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
     token = tl.load(entry, mask=live, other=0)
     position = tl.load(positions + token, mask=live, other=0)
-    end = position  # unused
+    row_end = position  # unused
     if CAUSAL:
-        end = tl.load(ends + token, mask=live, other=0)
+        row_end = tl.load(ends + token, mask=live, other=0)
     q_heads = (head * G + of_group).to(tl.int64)
     at = token.to(tl.int64) * q_token + q_heads * q_head
     D_NEXT: tl.constexpr = D_MAIN if PAIRS is None else 1  # the tail's first dimension
@@ -378,7 +378,7 @@ def attend(
         v_scales += head.to(tl.int64) * v_scale_head
     scale_strides = (k_scale_block, k_scale_slot, v_scale_block, v_scale_slot)
     cache = (k_of_head, v_of_head, k_block, k_slot, v_block, v_slot, k_scales, v_scales, scale_strides)
-    query = (q_main, q_tail, position, end)
+    query = (q_main, q_tail, position, row_end)
     if span is not None:  # items begin where a window does; a single row must see all of its item's keys
         lo = tl.maximum(lo, tl.min(tl.where(live, position, hi), 0) // span * span)
     start = lo // TILE * TILE
