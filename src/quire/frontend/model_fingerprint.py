@@ -48,6 +48,8 @@ from quire.fingerprint.fingerprint import Fingerprint, short_digest
 from quire.fingerprint.weights import weights_digest
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.files import Files
+from quire.models.hf_config import model_type
+from quire.models.images import SERVED
 from quire.models.model import Model
 from quire.ops import Backend
 
@@ -154,10 +156,13 @@ def _text_parts(llm: Loaded, template: str | None) -> dict[str, str]:
 
 
 def _images_part(files: Files) -> dict[str, str]:
-    """Return the part for the rows of images; nothing if the checkpoint has no processor."""
-    parts = [path.read_bytes() for path in sorted(files.path.glob("*processor_config.json"))]
-    if not parts:
+    """Return the part for the rows of images; nothing if the model reads none.
+
+    The vision part of a GGUF file is among the weights, with the settings of its processor.
+    """
+    if model_type(files.config()) not in SERVED:
         return {}
+    parts = [path.read_bytes() for path in sorted(files.path.glob("*processor_config.json"))]
     for library in IMAGE_LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
             parts.append(f"{library} {version(library)}".encode())

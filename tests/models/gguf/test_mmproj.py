@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, RequestError
+from quire.frontend.model_fingerprint import _images_part
 from quire.models import find_files
 from quire.models.gguf.model import GgufModel
 from quire.models.images import SERVED
@@ -172,6 +173,13 @@ def test_logits_are_those_of_the_safetensors_checkpoint(checkpoint: tuple[Path, 
     for theirs, ours in zip(expected.outputs[0].logprobs, output.outputs[0].logprobs, strict=True):
         numbers = [np.array([each[token].logprob for token in sorted(theirs)]) for each in (theirs, ours)]
         assert np.abs(numbers[1] - numbers[0]).max() <= 1e-4 * np.abs(numbers[0]).max()
+
+
+def test_the_fingerprint_covers_the_libraries_that_read_images(checkpoint: tuple[Path, str, str]) -> None:
+    model = GgufModel(checkpoint[0] / TEXT)
+    assert _images_part(model) == {}, "it reads no images"
+    model.read_images(checkpoint[0] / VISION)
+    assert [*_images_part(model)] == ["images"]
 
 
 @pytest.mark.parametrize("stored", [Kind.F16, Kind.BF16, Kind.Q8_0])
