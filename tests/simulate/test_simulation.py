@@ -73,7 +73,7 @@ def test_what_a_step_sees(window: int | None) -> None:
 
 
 def test_sparse_attention_reads_the_chosen_keys() -> None:
-    """And the indexer all of its own. Decoding sequences cost the same beside a plan as in it, in a simulation too."""
+    """And the indexer all of its own. Decoding sequences cost the same next to a plan as in it, in a simulation too."""
     heads = Heads(4, 1, 12, latent=8, index_dim=6)
     toy = replace(TOY, groups=(CacheGroup((0, 1), heads=heads),))
     sparse = replace(toy, indexes={0: IndexConfig(num_heads=3, head_dim=6, top_k=5)})

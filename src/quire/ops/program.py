@@ -226,20 +226,20 @@ class Add(BaseOperator):
 
 @dataclass(frozen=True)
 class Copy(BaseOperator):
-    """out = x, and `beside` in the columns after it."""
+    """out = x, and `appended` in the columns after it."""
 
     kind = "copy"
     x: Place
     out: Place
-    beside: Place | None = None
+    appended: Place | None = None
 
     @property
     def parts(self) -> list[Copy]:
         """The equivalent copies of one place each, which fill separate columns of `out`."""
-        if self.beside is None:
+        if self.appended is None:
             return [self]
         ends = self.out.first, self.out.first + self.x.size
-        places = zip((self.x, self.beside), ends, strict=True)
+        places = zip((self.x, self.appended), ends, strict=True)
         return [Copy(place, Place(self.out.buffer, first, place.size)) for place, first in places]
 
 

@@ -146,7 +146,7 @@ def _errors(bench: Bench, head_dim: int, block_size: int, fields: dict[str, Any]
 
 
 def prompts(bench: Bench) -> None:
-    """Stage: causal prompts, beside the reproducible plan and FlashAttention 3, and with a window."""
+    """Stage: causal prompts, next to the reproducible plan and FlashAttention 3, and with a window."""
     for case in ("8 x 4096 D128", "8 x 4096 D64"):
         shape = sized(bench, PREFILL[case])
         work = float(shape.operations)
