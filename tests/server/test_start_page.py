@@ -401,12 +401,13 @@ def test_a_key_of_the_settings_replaces_the_password_of_the_page(browser: Any) -
 SEEING = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}" \
          "{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endif %}{% endfor %}"  # fmt: skip
 # Gives the page files as a user does who pastes or drops them.
-GIVE = """([id, kind, type, base64]) => {
+GIVE = """([id, kind, type, base64, text]) => {
   const data = new DataTransfer(), bytes = Uint8Array.from(atob(base64), one => one.charCodeAt(0));
   data.items.add(new File([bytes], "a file", { type }));
+  if (text) data.setData("text/plain", text);
   const event = kind === "paste" ? new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true })
     : new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true });
-  $(id).dispatchEvent(event);
+  return $(id).dispatchEvent(event);
 }"""
 
 
@@ -446,6 +447,8 @@ def test_images_are_chosen_pasted_dropped_and_removed(browser: Any, seeing: Serv
         shown.nth(1).wait_for()
         it.page.evaluate(GIVE, ["prompt", "paste", "image/png", base64.b64encode(b"no image").decode()])
         it.page.locator("#refused:has-text('a file')").wait_for()
+        both = ["prompt", "paste", "image/png", base64.b64encode(one).decode(), "a table and its picture"]
+        assert it.page.evaluate(GIVE, both), "the browser pastes the text"
         assert shown.evaluate_all("all => all.map(one => one.src)") == urls[1:]
         it.ask("What is it?")
         question = [{"type": "image_url", "image_url": {"url": url}} for url in urls[1:]]

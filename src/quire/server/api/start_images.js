@@ -56,8 +56,8 @@ $("choose").hidden = !readsImages;
 $("choose").addEventListener("click", () => $("files").click());
 $("files").addEventListener("change", () => { addImages([...$("files").files]); $("files").value = ""; });
 $("prompt").addEventListener("paste", event => {
-  const files = [...event.clipboardData.files];
-  if (!readsImages || !files.length) return;
+  const { files: [...files], types } = event.clipboardData;
+  if (!readsImages || !files.length || types.includes("text/plain")) return;  // office programs add a picture of the text
   event.preventDefault();
   addImages(files);
 });
